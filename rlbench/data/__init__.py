@@ -10,6 +10,7 @@ from rlbench.data.prompts.prompt import Prompt, as_prompts
 from rlbench.data.prompts.set import PromptSet
 from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.prompts.stream import PromptStream
+from rlbench.data.prompts.videos import EncodedVideo
 from rlbench.data.rollouts.jobs import FINISH_REASONS, GeneratedArrays, GenerateJob
 from rlbench.data.rollouts.rollouts import PromptGroup, Rollout, Rollouts
 from rlbench.data.texts.demonstrations import demonstrations
@@ -21,6 +22,7 @@ __all__ = [
     "FINISH_REASONS",
     "EncodedImage",
     "EncodedSound",
+    "EncodedVideo",
     "GenerateJob",
     "GeneratedArrays",
     "Mixture",

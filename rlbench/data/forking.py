@@ -108,7 +108,7 @@ def fork(
     try:
         asked = [rollouts.prompts[rollouts.group[p.sample]] for p in places]
         prompts = [
-            Prompt(begin, images=(*own.images, *_observed(rollouts, p)), sounds=own.sounds)
+            Prompt(begin, images=(*own.images, *_observed(rollouts, p)), sounds=own.sounds, videos=own.videos)
             for begin, own, p in zip(begins, asked, places, strict=True)
         ]
         drawn = sampler.continued(prompts, n, sampling, number, under)

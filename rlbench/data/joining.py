@@ -14,6 +14,7 @@ from rlbench.data.base.ragged import Ragged, offsets_of
 from rlbench.data.base.routing import join_routing
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
 from rlbench.data.batches.columns import join_columns
+from rlbench.data.prompts.placing import KINDS
 from rlbench.data.prompts.set import PromptSet
 from rlbench.data.rollouts import taking
 from rlbench.data.rollouts.merging import joined_stats
@@ -78,10 +79,9 @@ def join_batches(parts: Sequence[TrainBatch], renumber: bool = True) -> TrainBat
     }
     joined["columns"] = join_columns([part.columns for part in parts], [part.tokens for part in parts])
     joined["routing"] = join_routing([part.routing for part in parts], [part.lengths for part in parts])
-    if any(part.images is not None for part in parts):
-        joined["images"] = tuple(images for part in parts for images in part.images or ((),) * len(part))
-    if any(part.sounds is not None for part in parts):
-        joined["sounds"] = tuple(sounds for part in parts for sounds in part.sounds or ((),) * len(part))
+    for name in KINDS:
+        if any(getattr(part, name) is not None for part in parts):
+            joined[name] = tuple(own for part in parts for own in getattr(part, name) or ((),) * len(part))
     joined["reshaped_by"] = tuple(dict.fromkeys(option for part in parts for option in part.reshaped_by))
     if renumber:
         joined["group"] = _numbered_anew([part.group for part in parts])

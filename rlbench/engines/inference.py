@@ -177,7 +177,7 @@ class InferenceEngine(Engine):
         """Generate completions; blocks, Ctrl-C raises `rb.Stopped` with the finished part.
 
         Args:
-            prompts: texts, chats or token ids, with images or sounds where the model takes them (see
+            prompts: texts, chats or token ids, with images, videos or sounds where the model takes them (see
                 `rlbench.data.as_prompts`).
             sampling: sampling options by vLLM's names (`temperature`, `top_p`, `max_tokens`, `stop`, `ignore_eos`, …)
                 or vLLM's `SamplingParams`; the same as keywords. `max_tokens` is 16 where not given, as in vLLM; None
@@ -358,13 +358,15 @@ class InferenceEngine(Engine):
         token_ids: Sequence[Sequence[int]],
         images: Sequence[Sequence[Any]] = (),
         sounds: Sequence[Sequence[Any]] = (),
+        videos: Sequence[Sequence[Any]] = (),
     ) -> list[np.ndarray]:
         """Log-probs of given tokens: for each sequence a float32 array (length - 1,), of token t given those before.
 
-        `images`, or `sounds`: those of each sequence, whose token ids are a rollout's, or have one place for each.
+        `images` and `videos`, or `sounds`: those of each sequence, whose token ids are a rollout's, or have one place
+        for each.
         """
         rows = [list(map(int, row)) for row in token_ids]
-        media = media_of_rows(len(rows), images, sounds)
+        media = media_of_rows(len(rows), images=images, videos=videos, sounds=sounds)
         return list(self.call_all("prompt_logprobs", rows, media).result()[0])
 
     def reload(self) -> Moved:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.lengths import chat_ids, continues
-from rlbench.data.prompts.placing import SOUND, media_parts, placed
+from rlbench.data.prompts.placing import SOUND, VIDEO, media_parts, placed
 from rlbench.data.prompts.prompt import Prompt, is_chat, is_token_ids, message_text
 from rlbench.envs.protocol import Appended, Message, Observation
 from rlbench.errors import DataError
@@ -104,10 +104,12 @@ def _as_messages(
     if isinstance(observation, str):
         return [{"role": role or "user", "content": observation}], ()
     parts = [part for part in observation if isinstance(part, dict)] if isinstance(observation, list | tuple) else []
-    if any(map(SOUND.is_part, parts)) or next(media_parts(parts, SOUND), None):
-        raise DataError(
-            "the observation has a sound, and environments show texts and images alone: sounds stand in prompts"
-        )
+    for kind in (SOUND, VIDEO):
+        if any(map(kind.is_part, parts)) or next(media_parts(parts, kind), None):
+            raise DataError(
+                f"the observation has a {kind.name}, and environments show texts and images alone: {kind.field} stand "
+                "in prompts"
+            )
     if isinstance(observation, list | tuple) and len(parts) == len(observation):
         if all("role" in part for part in parts):
             return placed(list(map(dict, parts)))

@@ -59,7 +59,7 @@ def check_strippable(chat: Sequence[Message] | None, role: str | None, media: bo
     elif role is None:
         wrong = "the environment's role is None, so that what it says stands inside the assistant's message: give one"
     elif media:
-        wrong = "the conversation has images or sounds"
+        wrong = "the conversation has images, videos or sounds"
     if wrong:
         raise DataError(f"thoughts='strip' writes earlier turns anew, but {wrong}; or thoughts='keep'")
 

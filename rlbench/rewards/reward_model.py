@@ -150,7 +150,9 @@ class model(Scorer):
         return self._loaded
 
     def _check_sees(self, rollouts: Sequence[Rollout], reader: SeeingReader | None) -> None:
-        """Refuse images that the model would not see, whatever its template writes in their place, and sounds."""
+        """Refuse images that the model would not see, whatever its template writes in their place, videos and
+        sounds."""
+        refuse_videos(rollouts, f"the reward model {self.path}")
         refuse_sounds(rollouts, f"the reward model {self.path}")
         count = sum(bool(rollout.all_images) for rollout in rollouts)
         if count and reader is None:
@@ -219,6 +221,15 @@ def _same_vocabulary(name: str, tokenizer: Any) -> bool:
 @lru_cache(maxsize=8)
 def _vocabulary(name: str) -> dict[str, int]:
     return dict(open_tokenizer(name).get_vocab())
+
+
+def refuse_videos(rollouts: Iterable[Rollout], who: str) -> None:
+    """Refuse completions whose prompts have videos, which no reward model here watches."""
+    if count := sum(bool(rollout.videos) for rollout in rollouts):
+        raise DataError(
+            f"{count} completions are of prompts with videos, and {who} watches none: score them by a function, which "
+            "finds rollout.videos, or leave them out by rollouts.select"
+        )
 
 
 def refuse_sounds(rollouts: Iterable[Rollout], who: str) -> None:

@@ -17,7 +17,7 @@ from rlbench.data.texts.rendering import Renderer
 from rlbench.engines.paths import model_name
 from rlbench.errors import BuildError, RLBenchError
 from rlbench.rewards import Board, Failure, Reward, Scorer
-from rlbench.rewards.reward_model import read_tokens, refuse_sounds
+from rlbench.rewards.reward_model import read_tokens, refuse_sounds, refuse_videos
 from rlbench.runtime import registry
 from rlbench.runtime.starting import starting
 from rlbench.session import building
@@ -105,6 +105,7 @@ class RewardModel(Handle, Scorer):
         """Ask the ranks, once for all completions; see `Scorer.score_all`."""
         rows: dict[int, list[int]] = {}
         longest = Renderer.of(self.tokenizer).context
+        refuse_videos(rollouts, f"the reward model {self.name!r}")
         refuse_sounds(rollouts, f"the reward model {self.name!r}")
         for i, rollout in enumerate(rollouts):
             try:

@@ -59,6 +59,8 @@ CHAT_TEMPLATE = (
     "{%- for content in message['content'] -%}"
     "{%- if content['type'] in ['image', 'image_url'] -%}"
     "{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}"
+    "{%- elif content['type'] in ['video', 'video_url'] -%}"
+    "{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}"
     "{%- elif 'text' in content -%}"
     "{{- content['text'] -}}"
     "{%- endif -%}"

@@ -78,7 +78,7 @@ def test_texts_and_token_ids_hold_the_models_own_places():
             user(says("a"), {"type": "image_url", "image_url": {"url": "https://images.example/x.png"}}),
             "image 0 .*remote",
         ),
-        ({"prompt": "a", "multi_modal_data": {"video": 1}}, "multi_modal_data of video"),
+        ({"prompt": "a", "multi_modal_data": {"depth": 1}}, "multi_modal_data of depth"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_prompt(row, token):

@@ -97,7 +97,7 @@ def test_the_text_for_a_reader():
             [{"type": "image_url", "image_url": {"url": EncodedImage.from_any(PIXELS).data_url}}, "plain"],
             "[image] plain",
         ),
-        ([{"type": "video"}], "[video]"),
+        ([{"type": "file"}], "[file]"),
         (None, ""),
         ([], ""),
     ],
@@ -115,6 +115,6 @@ def test_vllms_dicts_are_prompts_and_what_is_no_text_in_them_is_refused():
     )
     assert (by_ids.content, by_ids.label, dict(by_ids.meta)) == ([1, 2], 3, {})
     assert (by_text.content, dict(by_text.meta)) == ("x", {"source": "a"})
-    for name, value in (("multi_modal_data", {"video": [1]}), ("prompt_embeds", [1]), ("multi_modal_uuids", [1])):
+    for name, value in (("multi_modal_data", {"depth": [1]}), ("prompt_embeds", [1]), ("multi_modal_uuids", [1])):
         with pytest.raises(DataError, match=f"prompt 1 has {name}"):
             as_prompts(["a", {"prompt": "x", name: value}])

@@ -10,7 +10,10 @@ import pytest
 
 import rlbench as rb
 from rlbench.errors import BuildError, DataError
+from rlbench.trainers.ppo.spmd_trainer import SPMDPPOTrainerVL
+from tests.session.session_trainers import OPTIONS
 from tests.trainers.seeing import FAMILIES, save_eyes
+from tests.watching import file_of, moving
 
 pytestmark = pytest.mark.engine
 
@@ -91,6 +94,55 @@ def test_pictures_that_an_environment_shows_are_rolled_out_trained_on_forked_and
         assert kept.observed_images == tree.observed_images
         session.undo()
         np.testing.assert_array_equal(session.logprobs(batch), before)
+        watches(session, tmp_path)
+
+
+def watches(session: Any, tmp_path: Path) -> None:
+    """The whole round of a session on videos: one beside a picture, a file of which half the frames are taken, and an
+    environment that answers in text."""
+    session.sync_weights()
+    picture = rb.tiny.vision_prompts(1)[0]["prompt"][0]["content"][0]
+    what, clip = {"type": "text", "text": "what?"}, {"type": "video", "video": moving(6), "fps": 3.0}
+    file = {"type": "video", "video": file_of(moving(8, seed=4), 4.0), "num_frames": 4}
+    contents = [[clip, what], [picture, clip, what], [file, what], [what]]
+    asked = [{"prompt": [{"role": "user", "content": parts}], "label": "r"} for parts in contents]
+    rollouts = session.rollout(asked, n=4, max_tokens=6, seed=1)
+    batch = rollouts.score(watched).batch(rb.rl.group_normalized())
+    assert [len(own) for own in batch.videos] == [1] * 12 + [0] * 4 and batch.media == ("images", "videos")
+    assert session.preflight(batch, strict=True).passed
+    before = session.logprobs(batch)
+    assert np.abs(before - rollouts.logprobs).max() < 1e-5, "the sampler watched the same"
+    whole = [[*r.prompt_token_ids.tolist(), *r.token_ids] for r in rollouts.flat][4:5]
+    (again,) = session.inference.logprobs(whole, [rollouts[1][0].images], videos=[rollouts[1][0].videos])
+    given = rollouts.responses.with_values(rollouts.logprobs)[4]
+    assert again[-len(given) :] == pytest.approx(given, abs=1e-5)
+    other = batch.replace(videos=tuple(tuple(slower(one) for one in own) for own in batch.videos))
+    assert np.abs(session.logprobs(other) - before).max() > 1e-4, "the rate of its frames tells"
+
+    turns = session.rollout(asked[:1], n=2, max_tokens=4, env=Again([]), max_turns=2, ignore_eos=True)
+    assert not turns.env_errors and turns.score(watched).batch(rb.rl.group_normalized()).media == ("videos",)
+    session.train_step(batch)
+    assert np.abs(session.logprobs(batch) - before).max() > 1e-4
+    assert session.sync_weights().gap < 1e-4
+    tree = rollouts.score(watched).fork(4, at=1, n=2)
+    assert tree.prompts[1].videos == rollouts.prompts[1].videos and tree.samples == rollouts.samples + 2
+    kept = rb.Rollouts.from_parquet(tree.to_parquet(tmp_path / "watched.parquet"))
+    assert [p.videos for p in kept.prompts] == [p.videos for p in tree.prompts]
+    assert kept.prompts[2].videos[0].sampling.num_frames == 4
+
+    stream = rb.data.PromptSet.of(rb.data.as_prompts(asked * 2)).stream(seed=3)
+    trainer = session.trainer("grpo", stream, watched, trainer_class=SPMDPPOTrainerVL, **OPTIONS)
+    (made,) = trainer.fit(1)
+    assert np.isfinite(made["policy_loss"]) and made["mismatch/kl"] < 1e-6
+
+
+def watched(rollout: Any) -> float:
+    return float(len(rollout.text) % 2) + len(rollout.videos)
+
+
+def slower(video: rb.data.EncodedVideo) -> rb.data.EncodedVideo:
+    frames = video.pixels(range(video.frames)), video.fps / 4
+    return rb.data.EncodedVideo.from_any({"video": frames, **video.sampling.asked})
 
 
 def masks(rollouts: Any) -> Any:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from rlbench.data import Prompt
+from rlbench.data.prompts.placing import IMAGE, VIDEO
 from rlbench.dispatch import context
 from rlbench.errors import DataError, EngineError, StateError
 from rlbench.strategies import FakeStrategy, OptionError
 from rlbench.strategies.generation import session_link
 from rlbench.strategies.generation.engine import EngineStatus, own_prompts, sampling_of
+from tests.watching import moving
 
 
 class Told:
@@ -129,11 +131,11 @@ def test_a_generation_that_failed_does_not_count_so_that_its_seeds_come_again(on
 
 def test_prompts_are_texts_chats_prompts_or_token_ids() -> None:
     chat = [{"role": "user", "content": "hi"}]
-    asked = own_prompts(["a", chat, Prompt("b", label=3)], None, None, None)
+    asked = own_prompts(["a", chat, Prompt("b", label=3)], None, {})
     assert asked == [Prompt("a"), Prompt(chat), Prompt("b", label=3)]
     rows = [[1, 2], np.array([3]), torch.tensor([4, 5]), (np.int64(6),)]
-    assert [p.content for p in own_prompts(None, rows, None, None)] == [[1, 2], [3], [4, 5], [6]]
-    assert own_prompts([], None, [None], None) == own_prompts(None, [], None, None) == []
+    assert [p.content for p in own_prompts(None, rows, {})] == [[1, 2], [3], [4, 5], [6]]
+    assert own_prompts([], None, {IMAGE: ([None], None)}) == own_prompts(None, [], {}) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_prompts_are_texts_chats_prompts_or_token_ids() -> None:
 )
 def test_what_is_no_prompt_is_refused_with_its_place(texts: Any, ids: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        own_prompts(texts, ids, None, None)
+        own_prompts(texts, ids, {})
 
 
 def test_images_come_for_each_prompt_or_flat_with_their_numbers() -> None:
@@ -158,12 +160,16 @@ def test_images_come_for_each_prompt_or_flat_with_their_numbers() -> None:
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]}]
     asked = ["<pad>?", chat, "a"]
     for images in ([red, [red, blue], None], [[red], [red, blue], []]):
-        prompts = own_prompts(asked, None, images, None)
+        prompts = own_prompts(asked, None, {IMAGE: (images, None)})
         assert [len(prompt.images) for prompt in prompts] == [1, 2, 0]
-    flat = own_prompts(asked, None, [red, red, blue], [1, 2, 0])
+    flat = own_prompts(asked, None, {IMAGE: ([red, red, blue], [1, 2, 0])})
     assert [prompt.images for prompt in flat] == [prompt.images for prompt in prompts]
-    assert own_prompts(None, [[1, 2]], [[red]], [1])[0].images == prompts[0].images
-    assert own_prompts(["a"], None, [None], [0]) == own_prompts(["a"], None, [], None) == [Prompt("a")]
+    assert own_prompts(None, [[1, 2]], {IMAGE: ([[red]], [1])})[0].images == prompts[0].images
+    assert (
+        own_prompts(["a"], None, {IMAGE: ([None], [0])})
+        == own_prompts(["a"], None, {IMAGE: ([], None)})
+        == [Prompt("a")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_images_come_for_each_prompt_or_flat_with_their_numbers() -> None:
 )
 def test_images_that_fit_no_prompt_are_refused(images: Any, numbers: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        own_prompts(["a"], None, images, numbers)
+        own_prompts(["a"], None, {IMAGE: (images, numbers)})
 
 
 class Struct:
@@ -200,13 +206,28 @@ class Struct:
         self.__dict__.update(given)
 
 
-def test_videos_are_refused_before_anything_is_asked() -> None:
-    strategy = FakeStrategy()
-    for given in ({"all_videos": ["a.mp4"]}, {"all_videos": [None, "a.mp4"]}, {"videos_num": [1]}):
-        with pytest.raises(DataError, match="models here take images, no videos"):
-            strategy.gather_and_generate({}, all_prompts=["a", "b"], **given)
+def test_videos_belong_to_prompts_nested_or_flat_beside_their_images() -> None:
+    red, short, long = np.zeros((4, 4, 3), np.uint8), (moving(2), 2.0), (moving(3), 2.0)
+    texts = ["<|video_pad|>", "<|image_pad|><|video_pad|><|video_pad|>", "none"]
+    for videos, numbers in (
+        ([short, [short, long], None], None),
+        ([[short], [short, long], []], None),
+        ([short, short, long], [1, 2, 0]),
+    ):
+        prompts = own_prompts(texts, None, {IMAGE: ([None, red, None], None), VIDEO: (videos, numbers)})
+        assert [[one.frames for one in prompt.videos] for prompt in prompts] == [[2], [2, 3], []]
+        assert [len(prompt.images) for prompt in prompts] == [0, 1, 0]
+    asked = own_prompts([[{"role": "user", "content": "what?"}]], None, {VIDEO: ([long], [1])})
+    assert asked[0].content[0]["content"][0] == {"type": "video"}
+    for videos, numbers, said in (
+        (["a.mp4"], None, "prompt 0: video 0: 'a.mp4' cannot be read"),
+        (None, [1], "videos_num without all_videos"),
+        ([short, long], [1], "2 videos of 1 prompts, by videos_num 1"),
+    ):
+        with pytest.raises(DataError, match=said):
+            own_prompts(["a"], None, {VIDEO: (videos, numbers)})
     with pytest.raises((EngineError, StateError), match="setup_inference_engine"):
-        strategy.gather_and_generate({}, all_prompts=["a"], all_videos=[None])
+        FakeStrategy().gather_and_generate({}, all_prompts=["a"], all_videos=[short])
 
 
 def test_sampling_options_come_as_mapping_or_as_attributes() -> None:

@@ -22,6 +22,7 @@ from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.workers.replica.job import encode_prompts
 from tests.trainers.making import LONGEST, TableEngine, asked, joined, last_token, maker_of, qwen_of, rows_of
+from tests.watching import video
 
 Fake = Any
 
@@ -325,6 +326,11 @@ def test_gae_takes_the_values_of_the_critic(fake: Fake, actor: Any, qwen: str) -
             expected.append(total)
         np.testing.assert_allclose(rows_of(made, made.batch.advantages)[row], expected[::-1], atol=1e-5)
         np.testing.assert_allclose(rows_of(made, made.returns)[row], np.array(expected[::-1]) + own, atol=1e-5)
+    with pytest.raises(DataError, match="videos, and critics watch none"):
+        maker.make_experience_list(["a <|video_pad|>"], all_videos=[[video(2)]])
+    shown = made.batch.replace(videos=((video(2),), *[()] * (len(made.batch) - 1)))
+    with pytest.raises(DataError, match="videos, and critics watch none"):
+        values_of(critic, shown, torch.device("cpu"), False)
 
 
 # -- responses that were cut by an interrupt --------------------------------------------------------------------------
@@ -681,7 +687,7 @@ def test_options_that_contradict_each_other_are_refused(
 
 def test_what_of_images_cannot_be_honoured_is_refused(fake: Fake, actor: Any) -> None:
     maker = maker_of(fake, actor)
-    with pytest.raises(DataError, match="no videos"):
+    with pytest.raises(DataError, match="prompt 0: video 0 is a object: wanted a path"):
         maker.make_experience_list(asked(1), all_videos=[object()])
     with pytest.raises(DataError, match="wanted a PIL image"):
         maker.make_experience_list(asked(1), all_images=[object()])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbench.data.prompts.placing import SOUND
+from rlbench.data.prompts.placing import IMAGE, SOUND
 from rlbench.errors import DataError
 from rlbench.trainers.experience.samples import prompts_of
 from rlbench.trainers.models.lora import Lora
@@ -101,11 +101,11 @@ def test_the_reference_systems_slot_for_images_takes_sounds_where_the_actor_hear
     asked = [{"role": "user", "content": "<audio>what?"}]
     (sound,) = sounds(1)
     decoded = sound.samples(16_000), 16_000
-    prompts = prompts_of([asked, "of text"], None, None, [decoded, None], SOUND)
+    prompts = prompts_of([asked, "of text"], None, None, {SOUND: [decoded, None]})
     assert [len(prompt.sounds) for prompt in prompts] == [1, 0] and not prompts[0].images
     assert prompts[0].content[0]["content"][0] == {"type": "audio"}
     with pytest.raises(DataError, match="a tuple: wanted a PIL image"):
-        prompts_of([asked], None, None, [[decoded]])
+        prompts_of([asked], None, None, {IMAGE: [[decoded]]})
 
 
 def test_adapters_train_in_tower_and_language_model_and_leave_by_the_checkpoints_names(ears: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rlbench.data import EncodedImage, Prompt
 from rlbench.envs import Env, Step
+from tests.watching import given, positions
 
 PLACE = {"type": "image"}
 PLACE_TOKEN = 264  # the tiny model's <|image_pad|>
@@ -24,13 +25,14 @@ def expected(reference: tuple[Any, Any], prompt: Prompt, response: list[int]) ->
     text = prompt.content
     if not isinstance(text, str):
         text = processor.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
-    pictures = [image.pil() for image in prompt.images] or None
-    inputs = processor(text=[text], images=pictures, return_tensors="pt")
+    inputs = given(processor, text, prompt)
     ids = inputs.pop("input_ids")
     whole = torch.cat([ids, torch.tensor([response], dtype=ids.dtype)], 1)
     kinds = inputs.pop("mm_token_type_ids", torch.zeros_like(ids))
     kinds = torch.cat([kinds, torch.zeros(1, len(response), dtype=kinds.dtype)], 1)
     inputs.pop("attention_mask")
+    if prompt.videos:
+        inputs["position_ids"] = positions(model.config, whole[0].tolist(), kinds[0].tolist(), inputs)
     with torch.no_grad():
         logprobs = model(input_ids=whole, mm_token_type_ids=kinds, **inputs).logits.log_softmax(-1)[0]
     drawn = logprobs[ids.shape[1] - 1 : -1].gather(1, whole[0, ids.shape[1] :, None])

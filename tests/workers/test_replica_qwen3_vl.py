@@ -9,9 +9,11 @@ import pytest
 
 from rlbench import tiny
 from rlbench.data import Prompt, as_prompts
+from rlbench.errors import DataError
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
 from tests.trainers.seeing import save_eyes
+from tests.watching import video
 from tests.workers.ending import end_here
 
 from .test_replica_images import HELLO, PLACE, expected, job
@@ -35,6 +37,8 @@ def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(tmp_
         lane.submit(replica.build).result()
         try:
             arrays = lane.submit(replica.generate, job(asked, n=2, temperature=1.0)).result()
+            with pytest.raises(DataError, match=r"takes text and images: leave the videos out, .*\(qwen2_5_vl\)"):
+                lane.submit(replica.prompt_logprobs, [[5, 6]], [(video(2),)]).result()
         finally:
             lane.submit(end_here, replica).result()
     reference = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)

@@ -15,9 +15,11 @@ import numpy as np
 from rlbench.data.base.drawing import needed
 from rlbench.data.base.ragged import Ragged, chosen_rows
 from rlbench.data.batches.columns import as_column
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage, counted_from
-from rlbench.data.prompts.placing import by_kind
+from rlbench.data.prompts.placing import KINDS, by_kind
 from rlbench.data.prompts.sounds import EncodedSound
+from rlbench.data.prompts.videos import EncodedVideo
 from rlbench.data.record.origin import keeps_makers
 from rlbench.errors import DataError, Suggesting
 from rlbench.units import format_number
@@ -40,7 +42,7 @@ class TrainBatch(Suggesting):
     `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
     `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
     `images`: of each sequence, in order: those that stand at its first placeholder tokens, as a prompt's do, then each
-    `PlacedImage` at its place in the response; None: no image. `sounds`: of each sequence's prompt, likewise.
+    `PlacedImage` at its place in the response; None: no image. `videos`, `sounds`: of each sequence's prompt, likewise.
     `routing`: the experts that the sampler chose for each token of prompt and response (`data.base.routing`), or None.
     `columns`: more by name, (tokens, …) beside the response tokens, for losses that ask for them: `with_columns`.
     """
@@ -65,6 +67,7 @@ class TrainBatch(Suggesting):
     images: tuple[tuple[EncodedImage, ...], ...] | None = None
     sounds: tuple[tuple[EncodedSound, ...], ...] | None = None
     routing: Ragged | None = None
+    videos: tuple[tuple[EncodedVideo, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
@@ -73,7 +76,7 @@ class TrainBatch(Suggesting):
             for name in names:
                 if (value := getattr(self, name)) is not None and value.shape != (count,):
                     raise DataError(f"{name} has shape {value.shape} for {count} {what}")
-        for name in MEDIA:
+        for name in KINDS:
             if (held := getattr(self, name)) is not None and len(held) != len(self):
                 raise DataError(f"{name} of {len(held)} sequences for {len(self)}")
         if self.routing is not None and not np.array_equal(self.routing.lengths, self.lengths):
@@ -109,14 +112,24 @@ class TrainBatch(Suggesting):
         return self.prompts.lengths + self.responses.lengths
 
     @property
+    def media(self) -> tuple[str, ...]:
+        """What its sequences have beside tokens: "images", "videos" or "sounds", in this order."""
+        return tuple(name for name in KINDS if any(getattr(self, name) or ()))
+
+    @property
     def has_images(self) -> bool:
         """Whether any sequence has an image."""
-        return self.images is not None and any(self.images)
+        return "images" in self.media
 
     @property
     def has_sounds(self) -> bool:
         """Whether any sequence has a sound."""
-        return self.sounds is not None and any(self.sounds)
+        return "sounds" in self.media
+
+    def media_rows(self) -> list[tuple[EncodedMedia, ...]]:
+        """Return all that each sequence has beside tokens, by the order of `media`; none where no sequence has any."""
+        held = [getattr(self, name) for name in self.media]
+        return [sum(own, ()) for own in zip(*held, strict=True)]
 
     @property
     def sampled(self) -> bool:
@@ -137,7 +150,7 @@ class TrainBatch(Suggesting):
         rows = (self.prompts.offsets, self.prompts.values, self.responses.offsets, self.responses.values)
         for part in (*rows, self.sampler_logprobs):
             digest.update(np.ascontiguousarray(part).tobytes())
-        for one in (one for own in (*(self.images or ()), *(self.sounds or ())) for one in own):
+        for one in (one for name in ("images", "sounds", "videos") for own in getattr(self, name) or () for one in own):
             digest.update(one.digest.encode() + str(getattr(one, "at", "")).encode())
         return digest.hexdigest()[:16]
 
@@ -147,7 +160,7 @@ class TrainBatch(Suggesting):
         rows = np.asarray(indices, np.int64)
         chosen: dict[str, Any] = {name: self.responses.pick(getattr(self, name), rows) for name in PER_TOKEN}
         chosen |= {name: value[rows] for name in PER_ROW if (value := getattr(self, name)) is not None}
-        for name in MEDIA:
+        for name in KINDS:
             held = getattr(self, name)
             chosen[name] = None if held is None else tuple(held[row] for row in rows.tolist())
         chosen["routing"] = None if self.routing is None else self.routing.take(rows)
@@ -239,19 +252,23 @@ def images_of(rollouts: Rollouts) -> tuple[tuple[EncodedImage, ...], ...] | None
     return images if any(images) else None
 
 
-def sounds_of(rollouts: Rollouts) -> tuple[tuple[EncodedSound, ...], ...] | None:
-    """Return the sounds of each completion's prompt. None: none has any."""
-    sounds = tuple(rollouts.prompts[p].sounds for p in rollouts.group.tolist())
-    return sounds if any(sounds) else None
+def media_of(rollouts: Rollouts) -> dict[str, Any]:
+    """Return what each completion has beside tokens by the fields of a batch: its prompt's, and of images those that an
+    environment showed behind them. None: none has any."""
+    held: dict[str, Any] = {"images": images_of(rollouts)}
+    for name in KINDS.keys() - held.keys():
+        own = tuple(getattr(rollouts.prompts[p], name) for p in rollouts.group.tolist())
+        held[name] = own if any(own) else None
+    return held
 
 
 def as_batch(sequences: Sequence[Any], media: Sequence[Sequence[Any]] = ()) -> TrainBatch:
     """Make a batch whose responses are all tokens after each sequence's first, to be scored; `media`: images, as
-    `EncodedImage.from_any` takes them, or sounds of each sequence, places counted from its first token."""
+    `EncodedImage.from_any` takes them, videos or sounds of each sequence, places counted from its first token."""
     held = [by_kind(own) for own in media]
-    seen, heard = tuple(counted_from(own["images"], 1) for own in held), tuple(own["sounds"] for own in held)
-    batch = to_score([row[:1] for row in sequences], [row[1:] for row in sequences])
-    return replace(batch, images=seen if any(seen) else None, sounds=heard if any(heard) else None)
+    held = [own | {"images": counted_from(own["images"], 1)} for own in held]
+    columns: dict[str, Any] = {name: tuple(own[name] for own in held) for name in KINDS if any(o[name] for o in held)}
+    return replace(to_score([row[:1] for row in sequences], [row[1:] for row in sequences]), **columns)
 
 
 def of_texts(prompts: Sequence[Any], responses: Sequence[Any], masks: Sequence[Any], **fields: Any) -> TrainBatch:
@@ -288,7 +305,6 @@ def to_score(prompts: Sequence[Any], responses: Sequence[Any], temperature: floa
 
 
 PER_TOKEN = ("mask", "advantages", "sampler_logprobs", "old_logprobs", "ref_logprobs")
-MEDIA = ("images", "sounds")
 PER_ROW = ("group", "weight_version", "rewards", "truncated", "preference", "pair", "margin")
 NOT_SAMPLED = -1
 """The weight version of what no policy of the session sampled."""

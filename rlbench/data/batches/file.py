@@ -2,8 +2,8 @@
 
 One row per sequence: `prompt_token_ids`, `token_ids` and each per-token field as lists, each per-sequence field as a
 number; a column (tokens, K) as K numbers a token, one after another, in the list `column/NAME`; `images` as lists of
-their bytes, `images_at` beside them (`data.prompts.image_columns`), `sounds` likewise; `routing`, the experts of
-each token of prompt and response, layer by layer.
+their bytes, `images_at` beside them (`data.prompts.image_columns`), `videos` and `sounds` likewise; `routing`, the
+experts of each token of prompt and response, layer by layer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from rlbench.data.base.arrow import (
 )
 from rlbench.data.base.drawing import needed
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
-from rlbench.data.prompts.image_columns import image_columns, read_images, read_sounds, sound_column
+from rlbench.data.prompts.image_columns import image_columns, media_columns, read_images, read_media
+from rlbench.data.prompts.placing import KINDS
 from rlbench.errors import DataError
 
 FORMAT = 1
+LISTED = ("videos", "sounds")
 TOKENS = {"prompts": "prompt_token_ids", "responses": "token_ids"}
 
 
@@ -46,8 +48,9 @@ def write_batch(batch: TrainBatch, path: str | Path) -> Path:
         dtypes[name], columns[TOKENS.get(name, name)] = dtype.str, rows if name in PER_ROW else list_column(rows)
     if batch.images is not None:
         columns |= image_columns("images", batch.images)
-    if batch.sounds is not None:
-        columns["sounds"] = sound_column(batch.sounds)
+    for name in LISTED:
+        if (held := getattr(batch, name)) is not None:
+            columns |= media_columns(name, held)
     wide, of_columns = wide_columns(batch.columns, batch.responses)
     facts = {"format": FORMAT, "dtypes": dtypes, "columns": of_columns, "key": batch.key}
     facts |= {"temperature": batch.temperature, "reshaped_by": batch.reshaped_by}
@@ -70,8 +73,9 @@ def read_batch(path: str | Path) -> TrainBatch:
                 fields[name] = fields[name].values
         if "images" in table.column_names:
             fields["images"] = tuple(read_images(table, "images"))
-        if "sounds" in table.column_names:
-            fields["sounds"] = tuple(read_sounds(table, "sounds"))
+        for name in LISTED:
+            if name in table.column_names:
+                fields[name] = tuple(read_media(table, name, KINDS[name]))
         if "routing" in facts:
             fields["routing"] = read_wide_column(table["routing"], facts["routing"])
         batch = TrainBatch(**fields, columns=read_wide(table, facts.get("columns", {})))

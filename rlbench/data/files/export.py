@@ -15,7 +15,8 @@ The file has one row per completion, readable with any tool:
     prompt_token_ids             list<int32>
     prompt_json, label_json, meta_json      the prompt as it was given (`rlbench.data.base.plain`)
     prompt_images  list<binary>  files of its images, in the first row of each prompt; where any prompt has images
-    prompt_sounds                files of its sounds, likewise
+    prompt_videos, prompt_sounds files of its videos and sounds, likewise; where a video asks for other frames than its
+                                 checkpoint's processor takes, those options in `prompt_videos_sampling`
     observed_images              files of those an environment showed, and as `observed_images_at` the tokens where they
                                  begin; where there are any
     routing        list<int16>   experts of each token of prompt and response, layer by layer; where they are known
@@ -43,7 +44,8 @@ from rlbench.data.base.arrow import (
     write_own,
 )
 from rlbench.data.base.drawing import needed
-from rlbench.data.prompts.image_columns import image_columns, read_images, read_sounds, sound_column
+from rlbench.data.prompts.image_columns import image_columns, media_columns, read_images, read_media
+from rlbench.data.prompts.placing import KINDS
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.rollouts.channels import SAMPLER, all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
@@ -57,7 +59,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 CHANNEL = "channel."
 COMPONENT = "component."
-IMAGES, SOUNDS, OBSERVED = "prompt_images", "prompt_sounds", "observed_images"
+IMAGES, OBSERVED = "prompt_images", "observed_images"
+LISTED = {"prompt_videos": "videos", "prompt_sounds": "sounds"}
 
 
 def frame(rollouts: Rollouts) -> Any:
@@ -180,15 +183,15 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
     if (first < 0).any():
         raise ValueError(f"prompt {int(np.argmax(first < 0))} has no row")
     prompts_table = table.take(first)
+    media: dict[str, Any] = {"images": read_images(prompts_table, IMAGES)}
+    media |= {name: read_media(prompts_table, column, KINDS[name]) for column, name in LISTED.items()}
     cells = [prompts_table[n].to_pylist() for n in ("prompt_json", "label_json", "meta_json")]
     told = [map(plain.loads, row) for row in zip(*cells, strict=True)]
     finish = {name: i for i, name in enumerate(FINISH_REASONS)}
     return Rollouts(
         prompts=tuple(
-            Prompt(content, label, meta, images, sounds)
-            for (content, label, meta), images, sounds in zip(
-                told, read_images(prompts_table, IMAGES), read_sounds(prompts_table, SOUNDS), strict=True
-            )
+            Prompt(content, label, meta, **{name: media[name][p] for name in KINDS})
+            for p, (content, label, meta) in enumerate(told)
         ),
         prompt_ids=ragged_column(prompts_table["prompt_token_ids"], np.int32),
         responses=ragged_column(rows["token_ids"], np.int32),
@@ -215,16 +218,16 @@ def _rollouts(table: Any, facts: dict[str, Any]) -> Rollouts:
 
 
 def _image_columns(rollouts: Rollouts, prompt_of: np.ndarray) -> dict[str, Any]:
-    """`prompt_images` and `prompt_sounds`, once for each prompt, and `observed_images`; none where there are none."""
+    """`prompt_images` and what is `LISTED`, once for each prompt, and `observed_images`; none where there are none."""
     columns: dict[str, Any] = {}
     first = set(np.unique(prompt_of, return_index=True)[1].tolist())
     if any(prompt.images for prompt in rollouts.prompts):
         held = [rollouts.prompts[p].images if row in first else None for row, p in enumerate(prompt_of)]
         columns[IMAGES] = image_columns(IMAGES, held)[IMAGES]
-    if any(prompt.sounds for prompt in rollouts.prompts):
-        columns[SOUNDS] = sound_column(
-            [rollouts.prompts[p].sounds if row in first else None for row, p in enumerate(prompt_of)]
-        )
+    for column, name in LISTED.items():
+        if any(getattr(prompt, name) for prompt in rollouts.prompts):
+            prompts = [rollouts.prompts[p] if row in first else None for row, p in enumerate(prompt_of)]
+            columns |= media_columns(column, [prompt and getattr(prompt, name) for prompt in prompts])
     if any(rollouts.observed_images):
         bare = [None] * (len(prompt_of) - rollouts.samples)
         columns |= image_columns(OBSERVED, [*rollouts.observed_images, *bare])

@@ -13,9 +13,10 @@
 
 With an environment `messages` has all turns, and there are `mask`, `turns`, `turn_rewards` and `info`
 (`rlbench.data.rollouts.turns`). The first completion of a prompt with images has them as `images`, data URLs, for the
-messages' parts `{"type": "image"}`, those of one with sounds as `sounds` for `{"type": "audio"}`; each completion those
-that an environment showed, as `observed_images`, and the tokens at which they begin as `observed_images_at`. A prompt
-given as token ids is a user message with `content` null. What JSON has no form for is marked as in `data.base.plain`.
+messages' parts `{"type": "image"}`, likewise `videos` for `{"type": "video"}` and `sounds` for `{"type": "audio"}`;
+each completion those that an environment showed, as `observed_images`, and the tokens at which they begin as
+`observed_images_at`. A prompt given as token ids is a user message with `content` null. What JSON has no form for is
+marked as in `data.base.plain`.
 A path that ends in `.jsonl` gets one object per line, without the frame.
 """
 
@@ -32,6 +33,8 @@ import numpy as np
 from rlbench.data.base.files import written_aside
 from rlbench.data.base.plain import to_plain
 from rlbench.data.files.export import sample_index
+from rlbench.data.prompts.placing import KINDS
+from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.rollouts.channels import all_channels
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.turns import conversation
@@ -82,10 +85,14 @@ def trajectories(rollouts: Rollouts) -> Iterator[dict[str, Any]]:
             "weight_version": int(rollouts.versions[i]),
             "label": to_plain(prompt.label, f"the label of prompt {p}"),
             "meta": to_plain(dict(prompt.meta), f"the meta data of prompt {p}"),
-            **({"images": [image.data_url for image in prompt.images]} if prompt.images and not which[i] else {}),
-            **({"sounds": [sound.data_url for sound in prompt.sounds]} if prompt.sounds and not which[i] else {}),
+            **({} if which[i] else _media(prompt)),
             **_turns(rollouts, i),
         }
+
+
+def _media(prompt: Prompt) -> dict[str, list[str]]:
+    """Return what a prompt has of images, videos and sounds, as data URLs by kind."""
+    return {name: [one.data_url for one in held] for name in KINDS if (held := getattr(prompt, name))}
 
 
 def _number(value: float) -> float | None:

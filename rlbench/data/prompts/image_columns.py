@@ -1,15 +1,18 @@
-"""Images and sounds of rows in a table: their files, and the response tokens at which observed ones begin."""
+"""Images, videos and sounds of rows in a table: their files, and the response tokens at which observed ones begin."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from rlbench.data.base.drawing import needed
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage, PlacedImage
-from rlbench.data.prompts.sounds import EncodedSound
+from rlbench.data.prompts.placing import Media, MediaKind
+from rlbench.data.prompts.videos import EncodedVideo
 
-AT = "_at"
+AT, SAMPLING = "_at", "_sampling"
 
 
 def image_columns(name: str, rows: Sequence[Sequence[EncodedImage] | None]) -> dict[str, Any]:
@@ -43,15 +46,36 @@ def read_images(table: Any, name: str) -> list[tuple[EncodedImage, ...]]:
     ]
 
 
-def sound_column(rows: Sequence[Sequence[EncodedSound] | None]) -> Any:
-    """Return an Arrow column, list<binary>: the files of each row's sounds."""
+def media_columns(name: str, rows: Sequence[Sequence[EncodedMedia] | None]) -> dict[str, Any]:
+    """Return an Arrow column NAME, list<binary>, the files of each row's sounds or videos; where any video's frames are
+    chosen otherwise than its checkpoint does, NAME_sampling too, list<string>, those options as JSON."""
     arrow = needed("pyarrow", "to_parquet()")
-    files = [None if own is None else [sound.data for sound in own] for own in rows]
-    return arrow.array(files, arrow.list_(arrow.large_binary()))
+    files = [None if own is None else [one.data for one in own] for own in rows]
+    asked = [None if own is None else [_sampling(one) for one in own] for own in rows]
+    columns = {name: arrow.array(files, arrow.list_(arrow.large_binary()))}
+    if any(own is not None and any(own) for own in asked):
+        columns[name + SAMPLING] = arrow.array(asked, arrow.list_(arrow.string()))
+    return columns
 
 
-def read_sounds(table: Any, name: str) -> list[tuple[EncodedSound, ...]]:
-    """Return the sounds of each row; () where a row, or the table, has none. Equal files become one object."""
+def read_media(table: Any, name: str, kind: MediaKind[Media]) -> list[tuple[Media, ...]]:
+    """Return the sounds or videos of each row; () where a row, or the table, has none. Equal ones become one object."""
     rows = table[name].to_pylist() if name in table.column_names else [None] * len(table)
-    held = {data: EncodedSound.from_any(data) for data in {data for row in rows for data in row or ()}}
-    return [tuple(held[data] for data in row or ()) for row in rows]
+    asked = table[name + SAMPLING].to_pylist() if name + SAMPLING in table.column_names else [None] * len(rows)
+    told = [
+        [(data, options) for data, options in zip(own or (), more or [None] * len(own or ()), strict=True)]
+        for own, more in zip(rows, asked, strict=True)
+    ]
+    held = {
+        one: kind.read(_with_options(*one), f"the {kind.name}", False) for one in {one for own in told for one in own}
+    }
+    return [tuple(held[one] for one in own) for own in told]
+
+
+def _sampling(one: EncodedMedia) -> str | None:
+    asked = one.sampling.asked if isinstance(one, EncodedVideo) else {}
+    return json.dumps(asked) if asked else None
+
+
+def _with_options(data: bytes, options: str | None) -> Any:
+    return {"video": data, **json.loads(options)} if options else data

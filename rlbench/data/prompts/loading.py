@@ -14,7 +14,7 @@ import numpy as np
 from rlbench.data.prompts.cells import check_name, is_missing
 from rlbench.data.prompts.chat import Templated, chat_options
 from rlbench.data.prompts.lengths import LongPrompt, open_note, open_tokenizer, token_counts
-from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, listed, placed, placed_as
+from rlbench.data.prompts.placing import KINDS, MediaKind, listed, placed_by_kind
 from rlbench.data.prompts.prompt import Prompt, as_chat, as_prompt, is_chat, media_column, plain_content
 from rlbench.data.prompts.set import PromptSet
 from rlbench.data.prompts.sources import Row, as_encoded, open_source
@@ -40,6 +40,7 @@ def load(
     label: FromRow | None = "label",
     images: FromRow | None = "images",
     sounds: FromRow | None = "audios",
+    videos: FromRow | None = "videos",
     fetch_images: bool = False,
     split: str | None = None,
     system: str | None = None,
@@ -79,7 +80,9 @@ def load(
             or the model's own placeholders. A token count has one for each placeholder, as the template writes it.
         sounds: likewise for the sounds (paths, bytes, data URLs, `(array, rate)`, or an audio column of `datasets`), by
             columns "audios" or "audio", `{"type": "audio"}` and `<audio>`.
-        fetch_images: read images and sounds at http addresses, which are refused otherwise.
+        videos: likewise for the videos (paths, bytes, data URLs, `(frames, fps)`, or a video column of `datasets`), by
+            columns "videos" or "video", `{"type": "video"}` and `<video>`.
+        fetch_images: read images, videos and sounds at http addresses, which are refused otherwise.
         split: which split, where there are several: "test", or for a hub id or folder "train[:10%]" too.
         system: a system message put before each prompt; a text becomes a chat then.
         template: makes the prompt from the row's columns: "{question}\nAnswer:", or a function of the row. Or options
@@ -117,10 +120,10 @@ def load(
             raise DataError(f"{option}={value!r}: wanted a whole number, at least one")
     source_name, table = open_source(source, split, config, revision)
     name = source_name if name is None else name
-    indices, rows = chosen_rows(
-        as_encoded(table, [*named_columns(images, IMAGE), *named_columns(sounds, SOUND)]), limit, shuffle_seed
-    )
-    as_asked = _PromptMaker(prompt, label, images, sounds, fetch_images, template, system, chat, meta)
+    media = {"images": images, "videos": videos, "sounds": sounds}
+    named_all = [column for field, wanted in media.items() for column in named_columns(wanted, KINDS[field])]
+    indices, rows = chosen_rows(as_encoded(table, named_all), limit, shuffle_seed)
+    as_asked = _PromptMaker(prompt, label, media, fetch_images, template, system, chat, meta)
     what = name or "the source"
     indices, prompts = made_rows(indices, rows, as_asked, on_error, what)
     whole = PromptSet(tuple(prompts), name)
@@ -148,12 +151,11 @@ def named_columns(wanted: FromRow | None, kind: MediaKind[Any]) -> tuple[Any, ..
 
 @dataclass(frozen=True)
 class _PromptMaker:
-    """How a row becomes a prompt; the fields are arguments of `load`."""
+    """How a row becomes a prompt; the fields are arguments of `load`, `media` those of each kind."""
 
     prompt: FromRow
     label: FromRow | None
-    images: FromRow | None
-    sounds: FromRow | None
+    media: Mapping[str, FromRow | None]
     fetch_images: bool
     template: FromRow | None
     system: str | None
@@ -169,8 +171,10 @@ class _PromptMaker:
             content = _value(row, self.template or prompt, "template" if self.template else "prompt", index)
         else:
             content = _formatted(self.template, row, index)
-        image_column, images = self._media(row, index, self.images, IMAGE)
-        sound_column, sounds = self._media(row, index, self.sounds, SOUND)
+        beside, columns = {}, set()
+        for name, wanted in self.media.items():
+            column, beside[name] = self._held(row, index, wanted, KINDS[name])
+            columns.add(column)
         try:
             if isinstance(content, Prompt | Mapping):
                 raise DataError(f"its prompt is a {type(content).__name__}: wanted a text, a chat or token ids")
@@ -178,9 +182,8 @@ class _PromptMaker:
             if self.system is not None or self.chat:
                 content = as_chat(content, self.system)
             if is_chat(content):
-                content, images = placed(content, images, self.fetch_images)
-                content, sounds = placed_as(SOUND, content, sounds, self.fetch_images)
-            asked = as_prompt(content, index, images, sounds)
+                content, beside = placed_by_kind(content, beside, self.fetch_images)
+            asked = as_prompt(content, index, **beside)
         except DataError as error:
             raise DataError(f"row {index}: {str(error).replace(f'prompt {index}', 'its prompt', 1)}") from None
         if named == "label":
@@ -189,13 +192,14 @@ class _PromptMaker:
         label = None if unlabelled else _value(row, named or "label", "label", index)
         if self.meta is not None:
             return replace(asked, label=label, meta={name: _value(row, name, "meta", index) for name in self.meta})
-        used = {named, prompt if self.template is None else None, image_column, sound_column}
+        used = {named, prompt if self.template is None else None, *columns}
         return replace(asked, label=label, meta={name: value for name, value in row.items() if name not in used})
 
-    def _media(
+    def _held(
         self, row: Row, index: int, wanted: FromRow | None, kind: MediaKind[Any]
     ) -> tuple[FromRow | None, tuple[Any, ...]]:
-        """What the images or sounds come from, None where the row has none beside its prompt, and those."""
+        """What the images, or what else of this kind, come from, None where the row has none beside its prompt, and
+        those."""
         column = wanted
         if wanted == kind.columns[0]:
             for name in kind.columns:

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, TypeGuard
 from rlbench.data.prompts.cells import check_name, check_text, frame_rows, is_frame, is_missing, without_nulls
 from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, listed, placed, placed_as
+from rlbench.data.prompts.placing import KINDS, MediaKind, check_together, listed, placed_by_kind
 from rlbench.data.prompts.sounds import EncodedSound
+from rlbench.data.prompts.videos import EncodedVideo
 from rlbench.errors import DataError, Suggesting
 
 Message: TypeAlias = dict[str, Any]
@@ -27,8 +28,9 @@ class Prompt(Suggesting):
 
     `label` is the reference answer, passed on untouched to rewards; `meta` holds anything else of its row. `images`, in
     the order in which they stand: whatever `EncodedImage.from_any` takes, given here or inside of the messages, which
-    keep a placeholder `{"type": "image"}` for each; `sounds` likewise, by `EncodedSound.from_any` and
-    `{"type": "audio"}`. A text or token ids hold the model's own placeholders.
+    keep a placeholder `{"type": "image"}` for each; likewise `sounds`, by `EncodedSound.from_any` and
+    `{"type": "audio"}`, and `videos`, by `EncodedVideo.from_any` and `{"type": "video"}`. A text or token ids hold the
+    model's own placeholders.
     """
 
     content: PromptContent
@@ -36,22 +38,20 @@ class Prompt(Suggesting):
     meta: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[EncodedImage, ...] = ()
     sounds: tuple[EncodedSound, ...] = ()
+    videos: tuple[EncodedVideo, ...] = ()
 
     def __post_init__(self) -> None:
-        content, images = placed(plain_content(self.content), self.images)
-        content, sounds = placed_as(SOUND, content, self.sounds)
-        if images and sounds:
-            raise DataError("it has images and sounds, and no model here takes both: leave one out")
-        object.__setattr__(self, "content", content)
-        object.__setattr__(self, "images", images)
-        object.__setattr__(self, "sounds", sounds)
+        content, held = placed_by_kind(plain_content(self.content), {name: getattr(self, name) for name in KINDS})
+        check_together(held)
+        for name, value in {"content": content, **held}.items():
+            object.__setattr__(self, name, value)
         if is_missing(self.label):
             object.__setattr__(self, "label", None)
 
     @property
     def media(self) -> tuple[EncodedMedia, ...]:
-        """Its images or its sounds, whichever it has."""
-        return self.images or self.sounds
+        """Its images and videos, or its sounds."""
+        return (*self.images, *self.videos, *self.sounds)
 
     @property
     def text(self) -> str:
@@ -87,8 +87,8 @@ def is_chat(content: Any) -> TypeGuard[list[Message]]:
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Accept what people hold: one prompt or many; strings, messages, token ids, `Prompt`s, or rows (dicts, a data
-    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`, and `images` or `audios` (or
-    `image`, `audio`, or vLLM's `multi_modal_data`); a `PromptSet`.
+    frame's too) with a `prompt`, or vLLM's `prompt_token_ids`, and perhaps a `label`, and `images`, `videos` or
+    `audios` (or `image`, `video`, `audio`, or vLLM's `multi_modal_data`); a `PromptSet`.
 
     Raises DataError for an empty list and for anything else, naming the index.
     """
@@ -107,10 +107,10 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return listed
 
 
-def as_prompt(value: Any, index: int, images: Sequence[Any] = (), sounds: Sequence[Any] = ()) -> Prompt:
-    """One prompt of `as_prompts`, with images or sounds that came beside it; `index` names it where it is none
-    (DataError)."""
-    beside: dict[str, Any] = {"images": tuple(images), "sounds": tuple(sounds)}
+def as_prompt(value: Any, index: int, **media: Sequence[Any]) -> Prompt:
+    """One prompt of `as_prompts`, with `images`, `videos` or `sounds` that came beside it; `index` names it where it is
+    none (DataError)."""
+    beside: dict[str, Any] = {name: tuple(own) for name, own in media.items()}
     if isinstance(value, Prompt):
         with _naming(index):
             check_text(value.content)
@@ -139,21 +139,22 @@ def _of_row(row: Mapping[str, Any], index: int) -> Prompt:
     other = [name for name in OTHER_INPUTS if row.get(name) is not None]
     if other:
         raise DataError(
-            f"prompt {index} has {other[0]}: only text, chats, token ids, images and sounds are generated from"
+            f"prompt {index} has {other[0]}: only text, chats, token ids, images, videos and sounds are generated from"
         )
     asked = "prompt_token_ids" if row.get("prompt_token_ids") is not None else "prompt"
     media = row.get("multi_modal_data") or {}
-    if not isinstance(media, Mapping) or set(media) - {IMAGE.place, SOUND.place}:
+    if not isinstance(media, Mapping) or set(media) - {kind.place for kind in KINDS.values()}:
         seen = ", ".join(map(str, media))
-        raise DataError(f"prompt {index} has multi_modal_data of {seen}: wanted {{'image': …}} or {{'audio': …}}")
+        wanted = ", ".join(f"{{{kind.place!r}: …}}" for kind in KINDS.values())
+        raise DataError(f"prompt {index} has multi_modal_data of {seen}: wanted {wanted}")
     with _naming(index):
-        for name in ("label", *IMAGE.columns, *SOUND.columns):
+        for name in ("label", *(column for kind in KINDS.values() for column in kind.columns)):
             check_name(row, name)
-    columns = {kind: media_column(row, kind) or "" for kind in (IMAGE, SOUND)}
+    columns = {kind: media_column(row, kind) or "" for kind in KINDS.values()}
     used = ("prompt", "prompt_token_ids", "label", "multi_modal_data", *columns.values(), *OTHER_INPUTS)
     rest = {name: value for name, value in row.items() if name not in used}
-    images, sounds = (listed(media.get(k.place), k) + listed(row.get(name), k) for k, name in columns.items())
-    return replace(as_prompt(row[asked], index, images, sounds), label=row.get("label"), meta=rest)
+    beside = {k.field: listed(media.get(k.place), k) + listed(row.get(name), k) for k, name in columns.items()}
+    return replace(as_prompt(row[asked], index, **beside), label=row.get("label"), meta=rest)
 
 
 def media_column(row: Mapping[str, Any], kind: MediaKind[Any]) -> str | None:

@@ -96,7 +96,7 @@ class PromptSet(Suggesting, Sequence[Prompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the prompts, images, sounds and labels, in their order: what the place of a stream belongs to."""
+        """Identity of prompts, media and labels, in their order: what the place of a stream belongs to."""
         digest = hashlib.sha256()
         for i, prompt in enumerate(self.prompts):
             what = f"prompt {i} of {self.name or 'the set'}"

@@ -16,6 +16,7 @@ from typing import Any
 from rlbench.data.base.arrow import OWN_KEYS, read_table
 from rlbench.data.base.drawing import needed
 from rlbench.data.prompts.cells import check_once, frame_rows, is_frame
+from rlbench.data.prompts.placing import KINDS
 from rlbench.data.prompts.prompt import Prompt, is_chat_or_tokens
 from rlbench.errors import DataError, nearest
 
@@ -50,14 +51,14 @@ def open_source(source: Any, split: str | None, config: str | None, revision: st
 
 
 def as_encoded(table: Any, columns: Iterable[Any]) -> Any:
-    """Return a table whose columns of these names give the bytes of images and sounds, where `datasets` would decode
-    them."""
+    """Return a table whose columns of these names give the bytes of images, videos and sounds, where `datasets` would
+    decode them."""
     features = getattr(table, "features", None) or {}
     for name in columns:
         kind: Any = features.get(name) if isinstance(name, str) else None
         many = type(kind).__name__ in ("List", "Sequence")
-        if (what := type(kind.feature if many else kind).__name__) in ("Image", "Audio"):
-            encoded = getattr(needed("datasets", "images or sounds of a dataset"), what)(decode=False)
+        if (what := type(kind.feature if many else kind).__name__) in ("Image", "Video", "Audio"):
+            encoded = getattr(needed("datasets", "images, videos or sounds of a dataset"), what)(decode=False)
             table = table.cast_column(name, type(kind)(encoded) if many else encoded)
     return table
 
@@ -114,8 +115,8 @@ def _chosen_split(splits: Mapping[str, Any], split: str | None) -> Any:
 def _list_row(item: Any, index: int) -> Row:
     """A list's item as a row: a dict is one; a text, chat, list of token ids or Prompt is a prompt."""
     if isinstance(item, Prompt):
-        own = {"prompt": item.content, "label": item.label} | ({"images": item.images} if item.images else {})
-        own |= {"audios": item.sounds} if item.sounds else {}
+        own = {"prompt": item.content, "label": item.label}
+        own |= {kind.columns[0]: held for name, kind in KINDS.items() if (held := getattr(item, name))}
         for name in own.keys() & set(item.meta):
             raise DataError(f"item {index}: the prompt's meta has {name!r}, which is its own field: rename it")
         return {**item.meta, **own}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlbench.data.batches.batch import TrainBatch, images_of, sounds_of
+from rlbench.data.batches.batch import TrainBatch, media_of
 from rlbench.data.batches.columns import TEACHER
 from rlbench.data.prompts.sampling import reshaped_by
 from rlbench.data.record.origin import made_with
@@ -47,7 +47,8 @@ def batch(
     parts = sequences(chosen)
     tokens, sample = parts.tokens, parts.sample
     columns = ({} if taught is None else {TEACHER: taught}) | dict(chosen.columns)
-    images, sounds = images_of(chosen), sounds_of(chosen)
+    held = {name: rows for name, rows in media_of(chosen).items() if rows is not None}
+    media: dict[str, Any] = {name: tuple(rows[i] for i in sample) for name, rows in held.items()}
     made = TrainBatch(
         prompts=parts.prompts,
         responses=parts.responses,
@@ -61,8 +62,7 @@ def batch(
         temperature=float(rollouts.sampling.get("temperature", 1.0)),
         reshaped_by=reshaped_by(rollouts.sampling),
         columns={name: column[tokens] for name, column in columns.items()},
-        images=None if images is None else tuple(images[i] for i in sample),
-        sounds=None if sounds is None else tuple(sounds[i] for i in sample),
+        **media,
         routing=parts.routing,
     )
     return made_with(made, rollouts, advantage=called)

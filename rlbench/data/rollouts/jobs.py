@@ -40,8 +40,8 @@ class GenerateJob:
     `env`: what each sample meets turn by turn, `asked` then always given. `adapter`: number of the one that samples, 0
     for the base alone; None: what was synced last. `chat`: what the chat template is called with besides messages;
     `tools`: of each prompt, where prompts differ in the tools they name, else empty.
-    `media`: images or sounds of each prompt, empty where none has any. `told`: whether the progress has the texts
-    so far, without `env`.
+    `media`: images, videos or sounds of each prompt, empty where none has any. `told`: whether the progress has the
+    texts so far, without `env`.
     """
 
     prompts: list[Any]

@@ -12,6 +12,7 @@ import numpy as np
 from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sounds import EncodedSound
+from rlbench.data.prompts.videos import EncodedVideo
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.turns import conversation, own_turns
 from rlbench.errors import Suggesting
@@ -44,6 +45,11 @@ class Asked(Suggesting):
     def sounds(self) -> tuple[EncodedSound, ...]:
         """The prompt's sounds; `.samples(rate)` of one decodes it."""
         return self.source.sounds
+
+    @property
+    def videos(self) -> tuple[EncodedVideo, ...]:
+        """The prompt's videos; `.pixels(indices)` of one decodes frames."""
+        return self.source.videos
 
     @property
     def images(self) -> tuple[EncodedImage, ...]:

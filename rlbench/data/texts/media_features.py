@@ -87,13 +87,12 @@ def shown_at(
 
 @contextmanager
 def placeholders_at(backbone: Any, held: Tensor) -> Iterator[None]:
-    """Have a backbone put its images at the tokens that are `held` (B, T) bool, wherever else the placeholder stands;
-    it asks by its own `get_placeholder_mask`."""
-    import torch
+    """Have a backbone put its images at the tokens where `held` (B, T) is 1 (or True), its videos where it is 2,
+    wherever else their placeholders stand; it asks by its own `get_placeholder_mask`."""
 
     def chosen(input_ids: Tensor, inputs_embeds: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
-        mask = held[..., None].expand_as(inputs_embeds)
-        return mask, torch.zeros_like(mask)
+        images, videos = ((held == number)[..., None].expand_as(inputs_embeds) for number in (1, 2))
+        return images, videos
 
     backbone.get_placeholder_mask = chosen
     try:

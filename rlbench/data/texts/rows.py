@@ -16,7 +16,7 @@ from rlbench.data.prompts.chat import chat_options, check_read, schemas
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.prompts.lengths import continues
 from rlbench.data.prompts.loading import OnError, check_on_error, chosen_rows, made_rows
-from rlbench.data.prompts.placing import IMAGE_COLUMNS, SOUND, listed, media_parts, placed
+from rlbench.data.prompts.placing import IMAGE_COLUMNS, SOUND, VIDEO, listed, media_parts, placed
 from rlbench.data.prompts.prompt import as_chat, plain_content
 from rlbench.data.prompts.sources import Row, as_encoded, open_source
 from rlbench.data.texts.rendering import Rendered, Renderer, as_messages
@@ -150,9 +150,12 @@ class Reading:
     def placed(self, content: Any, row: Row) -> tuple[Any, tuple[EncodedImage, ...]]:
         """Return a prompt or a chat of the row with placeholders of images, and the images in their order: those in the
         chat's parts, and those of the row's column `images` or `image`."""
-        held = isinstance(content, list) and next(media_parts(content, SOUND), None) is not None
-        if held or any(row.get(name) is not None for name in SOUND.columns):
-            raise DataError("it has a sound, and texts are trained with images alone: leave its part or column out")
+        for kind in (SOUND, VIDEO):
+            held = isinstance(content, list) and next(media_parts(content, kind), None) is not None
+            if held or any(row.get(name) is not None for name in kind.columns):
+                raise DataError(
+                    f"it has a {kind.name}, and texts are trained with images alone: leave its part or column out"
+                )
         beside = next((row[name] for name in IMAGE_COLUMNS if row.get(name) is not None), None)
         return placed(content, listed(beside), self.fetch_images)
 

@@ -15,6 +15,7 @@ import numpy as np
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.base.ragged import Ragged, rows_in_order
 from rlbench.data.batches.batch import as_batch
+from rlbench.data.prompts.images import EncodedImage
 from rlbench.dispatch.chain import Steps
 from rlbench.session.core import SessionCore
 from rlbench.weights.probe import Probe
@@ -189,8 +190,8 @@ def cause_steps(core: SessionCore, batch: TrainBatch, weights: Weights, logprobs
     fine, coarse = allowed_gap(weights.trainer_dtype), allowed_gap(weights.replica_dtype)
     limit = int(core.inference.info["max_model_len"])
     rows = [[*map(int, p), *map(int, r)][:limit] for p, r in zip(batch.prompts, batch.responses, strict=True)]
-    seen = tuple(tuple(image.data for image in own) for own in batch.images or ())
-    sides = yield from both_sides_steps(core, Probe(rows, seen or batch.sounds or ()))
+    shown = [[one.data if isinstance(one, EncodedImage) else one for one in own] for own in batch.media_rows()]
+    sides = yield from both_sides_steps(core, Probe(rows, tuple(map(tuple, shown))))  # of images, those without places
     if cause := of_sides(weights, sides, fine, coarse, repeat):
         return cause
     if held := weights.others(weights.drawn):

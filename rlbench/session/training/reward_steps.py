@@ -141,6 +141,8 @@ def _scores(parts: list[dict[str, Any]]) -> np.ndarray:
 def up_to_the_end(batch: TrainBatch) -> tuple[list[np.ndarray], list[tuple[EncodedImage, ...]]]:
     """Return each sequence's token ids up to its last trained token, behind which it is scored, and the images that
     stand there, places counted from its first token."""
+    if "videos" in batch.media:
+        raise DataError("the sequences have videos, and reward models watch none: leave them out by batch.select")
     rows, images = [], []
     masks: Ragged = batch.responses.with_values(batch.mask)
     held = batch.images or [()] * len(batch)

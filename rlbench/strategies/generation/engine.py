@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from torch import nn
 
-from rlbench.data.prompts.placing import listed
+from rlbench.data.prompts.placing import IMAGE, VIDEO, MediaKind, listed
 from rlbench.data.prompts.prompt import Prompt, as_prompt, as_prompts
 from rlbench.data.prompts.sampling import sampling_options
 from rlbench.errors import DataError, StateError, Stopped
@@ -71,12 +71,6 @@ class Replicas(Protocol):
     ) -> list[GenerateOutput]: ...
 
     def update(self, actor: nn.Module, transport: str | None) -> Mapping[str, Any]: ...
-
-
-def need_no_videos(*given: Any) -> None:
-    """Refuse videos, and numbers of them."""
-    if any(one is not None for values in given for one in (values or ())):
-        raise DataError("all_videos: models here take images, no videos. Give some frames as all_images.")
 
 
 class Generation:
@@ -155,19 +149,22 @@ class Generation:
             all_images: images of each of these prompts, a list or one for each (None for none), or flat with
                 `images_num`; a text holds the model's own placeholders, a chat `{"type": "image"}` parts.
             images_num: how many of a flat `all_images` belong to each prompt.
-            all_videos, videos_num: refused; no model here takes them.
+            all_videos, videos_num: likewise of videos, whose parts are `{"type": "video"}`.
             sleep_engine: have the engine sleep afterwards, if `enable_engine_sleep` is set. It is woken in any case.
 
         Returns:
             This rank's completions, prompt by prompt, `n` of each. Errors and `Stopped` come on all ranks, and nothing
             of such a call counts.
         """
-        need_no_videos(all_videos, videos_num)
         replicas, strategy = self._need("gather_and_generate"), self._strategy
         prompts, sampling, samples = strategy.control.together(
             "gather_and_generate",
             lambda: (
-                own_prompts(all_prompts, all_prompt_token_ids, all_images, images_num),
+                own_prompts(
+                    all_prompts,
+                    all_prompt_token_ids,
+                    {IMAGE: (all_images, images_num), VIDEO: (all_videos, videos_num)},
+                ),
                 *sampling_of(sampling_params),
             ),
         )
@@ -214,8 +211,11 @@ class Generation:
         return self.replicas
 
 
-def own_prompts(all_prompts: Any, all_prompt_token_ids: Any, all_images: Any, images_num: Any) -> list[Prompt]:
-    """Return this rank's prompts, of which there may be none; an error names a prompt's place on this rank."""
+def own_prompts(
+    all_prompts: Any, all_prompt_token_ids: Any, media: Mapping[MediaKind[Any], tuple[Any, Any]]
+) -> list[Prompt]:
+    """Return this rank's prompts, of which there may be none; an error names a prompt's place on this rank. `media`: by
+    kind, all of them and how many belong to each prompt, as `gather_and_generate` takes them."""
     if (all_prompts is None) == (all_prompt_token_ids is None):
         count = "neither" if all_prompts is None else "both"
         raise DataError(
@@ -229,27 +229,31 @@ def own_prompts(all_prompts: Any, all_prompt_token_ids: Any, all_images: Any, im
         asked = list(all_prompts)
     else:
         asked = list(as_prompts(all_prompts))
-    images = images_of_each(all_images, images_num, len(asked))
-    return [as_prompt(prompt, place, own) for place, (prompt, own) in enumerate(zip(asked, images, strict=True))]
+    beside = {kind.field: media_of_each(kind, *given, len(asked)) for kind, given in media.items()}
+    return [
+        as_prompt(prompt, place, **{name: own[place] for name, own in beside.items()})
+        for place, prompt in enumerate(asked)
+    ]
 
 
-def images_of_each(all_images: Any, images_num: Any, prompts: int) -> list[tuple[Any, ...]]:
-    """Return the images of each prompt: of a nested list, or of a flat one with `images_num`."""
-    if all(one is None for one in all_images or ()):
-        if any(images_num or ()):
-            raise DataError("gather_and_generate: images_num without all_images.")
+def media_of_each(kind: MediaKind[Any], given: Any, numbers: Any, prompts: int) -> list[tuple[Any, ...]]:
+    """Return the images or videos of each prompt: of a nested list, or of a flat one with `numbers`."""
+    name = kind.field
+    if all(one is None for one in given or ()):
+        if any(numbers or ()):
+            raise DataError(f"gather_and_generate: {name}_num without all_{name}.")
         return [()] * prompts
-    flat = images_num is not None and not any(isinstance(own, list | tuple) for own in all_images)
-    counts = [int(count or 0) for count in images_num] if flat else [1] * len(all_images)
-    if len(counts) != prompts or sum(counts) != len(all_images):
+    flat = numbers is not None and not any(isinstance(own, list | tuple) and not kind.alone(own) for own in given)
+    counts = [int(count or 0) for count in numbers] if flat else [1] * len(given)
+    if len(counts) != prompts or sum(counts) != len(given):
         raise DataError(
-            f"gather_and_generate: {len(all_images)} images of {len(counts)} prompts, by images_num {sum(counts)}, "
-            f"for {prompts} prompts: give a list for each prompt, or a flat one with images_num."
+            f"gather_and_generate: {len(given)} {name} of {len(counts)} prompts, by {name}_num {sum(counts)}, for "
+            f"{prompts} prompts: give a list for each prompt, or a flat one with {name}_num."
         )
     if not flat:
-        return [listed(own) for own in all_images]
+        return [listed(own, kind) for own in given]
     ends = list(itertools.accumulate(counts))
-    return [tuple(all_images[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    return [tuple(given[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
 def sampling_of(sampling: Any) -> tuple[dict[str, Any], int]:

@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from rlbench.data.batches.batch import TrainBatch, images_of, sounds_of
+from rlbench.data.batches.batch import TrainBatch, media_of
 from rlbench.data.prompts.chat import split_chat
 from rlbench.data.prompts.lengths import begin_text, begun_note
-from rlbench.data.prompts.placing import IMAGE, SOUND
+from rlbench.data.prompts.placing import IMAGE, SOUND, VIDEO
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.data.prompts.sampling import reshaped_by, reshaped_notes
 from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.errors import DataError
 from rlbench.rl import MismatchMoments, RunningMoments
 from rlbench.strategies.base import StrategyBase
-from rlbench.strategies.generation.engine import need_no_videos
 from rlbench.strategies.options.config import OptionError, StrategyConfig
 from rlbench.trainers.experience import metrics as experience_metrics
 from rlbench.trainers.experience.advantage_stage import Samples, estimated, shaped
@@ -117,7 +116,7 @@ class FastExperienceMaker:
             all_prompts: of this rank, at least one: `Prompt`s, texts, chats or token ids.
             all_images: of each prompt, where it does not hold them itself: one, several, or None. Sounds of an actor
                 that hears, as the reference system hands them over.
-            all_videos: refused; no model here takes them.
+            all_videos: likewise of videos.
             all_references: reference answers, which `reward_fn` gets as `refs`; without them it gets the labels.
             all_labels: in place of the prompts' labels; `reward_recipe` goes by them.
             more_prompts: gives so many further prompts for this rank, for `dynamic_sampling`; called on all ranks at
@@ -130,17 +129,19 @@ class FastExperienceMaker:
             and of the metrics `aborted` alone counts it. Nor does a group in which a reward failed, which
             `reward_failed` and `groups_left_out` count and `reward_failed_rows` tells of.
         """
-        need_no_videos(all_videos)
         sampling = sampling_of(self.config, self.options.n, generate_kwargs)
         control = self.strategy.control
 
         def asked() -> list[Prompt]:
             kind = SOUND if SoundReader.of(self.strategy.unwrap_model(self.actor)) is not None else IMAGE
-            prompts = prompts_of(all_prompts, all_labels, all_references, all_images, kind)
+            media = {kind: all_images, VIDEO: all_videos}
+            prompts = prompts_of(all_prompts, all_labels, all_references, media)
             if not prompts:
                 raise DataError(f"rank {self.strategy.rank} has no prompts: give each rank at least one")
             if self.options.dynamic_sampling and more_prompts is None:
                 raise DataError("dynamic_sampling takes further prompts in the place of some: give more_prompts")
+            if self.critic is not None and any(prompt.videos for prompt in prompts):
+                raise DataError("prompts have videos, and critics watch none: take an estimator without a critic")
             if not sampling["temperature"] > 0:
                 raise DataError(f"temperature={sampling['temperature']}: a policy is sampled at a temperature above 0")
             return prompts
@@ -267,8 +268,7 @@ class FastExperienceMaker:
             truncated=rollouts.truncated,
             temperature=float(rollouts.sampling["temperature"]),
             reshaped_by=reshaped,
-            images=images_of(rollouts),
-            sounds=sounds_of(rollouts),
+            **media_of(rollouts),
             routing=rollouts.routing,
         )
         return batch, sum(counts)

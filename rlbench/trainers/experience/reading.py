@@ -9,7 +9,7 @@ from torch import nn
 from rlbench.data.prompts.images import EncodedImage
 from rlbench.data.rollouts.rollouts import Rollouts
 from rlbench.rewards.reward_model import model as ClassifierReward
-from rlbench.rewards.reward_model import refuse_sounds
+from rlbench.rewards.reward_model import refuse_sounds, refuse_videos
 from rlbench.trainers.passes.images import ImageReader
 
 
@@ -22,6 +22,7 @@ def sequences_of(
     own, completions = getattr(model, "tokenizer", None), list(rollouts.flat)
     images = [rollout.all_images for rollout in completions]
     if own is None or own is tokenizer:
+        refuse_videos(completions, f"the reward model {type(model).__name__}")
         refuse_sounds(completions, f"the reward model {type(model).__name__}")
         sequences = [[*map(int, one.prompt_token_ids), *one.token_ids] for one in completions]
         return sequences, images if any(images) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rlbench.data.base.ragged import Ragged
 from rlbench.data.base.routing import routing_rows
 from rlbench.data.prompts import lengths as prompt_lengths
 from rlbench.data.prompts.chat import Templated
-from rlbench.data.prompts.placing import IMAGE, SOUND, MediaKind, listed
+from rlbench.data.prompts.placing import MediaKind, listed
 from rlbench.data.prompts.prompt import Prompt, as_prompt
 from rlbench.data.rollouts.jobs import FINISH_REASONS
 from rlbench.data.rollouts.rollouts import Rollouts
@@ -35,20 +36,19 @@ def prompts_of(
     given: Sequence[Any],
     labels: Sequence[Any] | None,
     references: Sequence[Any] | None,
-    images: Sequence[Any] | None = None,
-    kind: MediaKind[Any] = IMAGE,
+    media: Mapping[MediaKind[Any], Sequence[Any] | None] = MappingProxyType({}),
 ) -> list[Prompt]:
     """Return what a rank was asked; a label replaces the prompt's own, a reference is kept as `meta["reference"]`, and
-    images are placed in the prompts, or what else of this kind."""
-    for name, values in (("labels", labels), ("references", references), ("images", images)):
+    `media`, images or what else of a kind, are placed in the prompts."""
+    beside = {kind: values for kind, values in media.items() if values is not None}
+    told = [("labels", labels), ("references", references), *((kind.field, values) for kind, values in beside.items())]
+    for name, values in told:
         if values is not None and len(values) != len(given):
             raise DataError(f"{len(values)} {name} for {len(given)} prompts: give one each")
     prompts = [as_prompt(one, i) for i, one in enumerate(given)]
-    if images is not None:
-        beside = [listed(one, kind) for one in images]
-        prompts = [
-            _with_more(prompt, own, kind) if own else prompt for prompt, own in zip(prompts, beside, strict=True)
-        ]
+    for kind, values in beside.items():
+        held = [listed(one, kind) for one in values]
+        prompts = [_with_more(prompt, i, own, kind) for i, (prompt, own) in enumerate(zip(prompts, held, strict=True))]
     if labels is not None:
         prompts = [replace(prompt, label=label) for prompt, label in zip(prompts, labels, strict=True)]
     if references is not None:
@@ -57,10 +57,8 @@ def prompts_of(
     return prompts
 
 
-def _with_more(prompt: Prompt, media: tuple[Any, ...], kind: MediaKind[Any]) -> Prompt:
-    if kind is SOUND:
-        return replace(prompt, sounds=(*prompt.sounds, *media))
-    return replace(prompt, images=(*prompt.images, *media))
+def _with_more(prompt: Prompt, index: int, media: tuple[Any, ...], kind: MediaKind[Any]) -> Prompt:
+    return as_prompt(prompt, index, **{kind.field: (*getattr(prompt, kind.field), *media)}) if media else prompt
 
 
 def counted(rollouts: Rollouts) -> np.ndarray:
@@ -112,7 +110,7 @@ def rollouts_of(
     prompts: Sequence[Prompt], ids: list[list[int]], outputs: Sequence[Any], sampling: Mapping[str, Any]
 ) -> Rollouts:
     """Return what was drawn for this rank's prompts, of tokens `ids`; `outputs` are the engine's, prompt-major, whose
-    tokens those of a prompt with images or sounds become: a run of them stands for each."""
+    tokens those of a prompt with images, videos or sounds become: a run of them stands for each."""
     n = int(sampling["n"])
     if len(outputs) != len(prompts) * n:
         raise EngineError(f"the engine gave {len(outputs)} outputs for {len(prompts)} prompts of {n} samples each.")

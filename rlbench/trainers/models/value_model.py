@@ -98,6 +98,8 @@ def valued(
     split the sequences, and are given the same ones; `balance`: have routers tell how evenly they spread each
     row's tokens.
     """
+    if "videos" in batch.media:
+        raise DataError("prompts have videos, and critics watch none: take an estimator without a critic")
     if batch.has_sounds:
         raise DataError("prompts have sounds, and critics hear none: take an estimator without a critic")
     scalar = isinstance(critic, ScalarHeadModel) or is_classifier(critic)

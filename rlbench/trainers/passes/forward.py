@@ -80,16 +80,16 @@ class PolicyModel:
     def check_tokens(self, batch: TrainBatch, *more: np.ndarray) -> None:
         """Refuse token ids the model has no embedding for, before any rank enters a collective."""
         check_token_ids(self.module, "the model", batch.prompts.values, batch.responses.values, *more)
-        if not batch.has_images and not batch.has_sounds:
-            return
-        held, does = ("images", "sees") if batch.has_images else ("sounds", "hears")
-        if self._media is None or not self._media.held(batch):
-            raise DataError(
-                f"prompts have {held}, and {type(self.module).__name__} {does} none: take a model that does."
-            )
-        if self.ranks.size > 1:
-            raise DataError(f"prompts have {held}, which are not split over ranks: pass sequence_parallel=1.")
-        self._media.check(batch)
+        for held in batch.media:
+            if self._media is None or held not in self._media.takes:
+                does = {"images": "sees", "videos": "watches", "sounds": "hears"}[held]
+                raise DataError(
+                    f"prompts have {held}, and {type(self.module).__name__} {does} none: take a model that does."
+                )
+            if self.ranks.size > 1:
+                raise DataError(f"prompts have {held}, which are not split over ranks: pass sequence_parallel=1.")
+        if self._media is not None and batch.media:
+            self._media.check(batch)
 
     @property
     def token_bytes(self) -> int:
@@ -132,13 +132,14 @@ class PolicyModel:
             yield found, inputs
 
     def _inputs(self, rows: TrainBatch, packed: bool) -> ModelInputs:
-        """Lay out a micro-batch, with images or sounds where any rank's has some; collective for models of such."""
+        """Lay out a micro-batch, with images, videos or sounds where any rank's has some; collective for models of
+        such."""
         inputs = model_inputs(rows, self.device, packed)
         if self._media is None:
             return inputs
-        held = self._media.held(rows)
-        there = held if self._control is None else any(self._control.gather(held))
-        return self._media.placed(inputs, rows, packed) if there else inputs
+        told = [rows.media] if self._control is None else self._control.gather(rows.media)
+        there = {name for own in told for name in own}
+        return self._media.placed(inputs, rows, packed, there) if there else inputs
 
     def _stats(
         self,

@@ -109,9 +109,9 @@ class ModelInputs:
     `lengths`: tokens of each row; `predictors` (R,): flat positions in `input_ids` whose logits predict the response
     tokens, which are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
     `media`: what else a model takes that sees or hears; where it sees, `position_ids` have three dimensions in front;
-    `placeholders`: bool as `input_ids`, which of its placeholder tokens are images or sounds, None: all. `routing`: the
-    experts that the sampler chose for each of the flat `input_ids`, where the rows have any. `balance`: what routers
-    say of how evenly they spread each row's tokens, where that is asked for.
+    `placeholders`: as `input_ids`, which of its placeholder tokens are images or sounds (1), or videos (2), None: all.
+    `routing`: the experts that the sampler chose for each of the flat `input_ids`, where the rows have any. `balance`:
+    what routers say of how evenly they spread each row's tokens, where that is asked for.
     """
 
     input_ids: Tensor

@@ -6,7 +6,7 @@ in by the model itself where its placeholder token stands. Positions are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ class SoundReader:
     """Of one model; its feature extractor is loaded when a sound first arrives."""
 
     name = "sound"
+    takes = ("sounds",)
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -46,11 +47,6 @@ class SoundReader:
         config, tower = getattr(module, "config", None), getattr(getattr(module, "model", None), "audio_tower", None)
         return cls(module) if hasattr(tower, "conv2") and hasattr(config, "audio_token_id") else None
 
-    @staticmethod
-    def held(batch: TrainBatch) -> bool:
-        """Whether the batch has any."""
-        return batch.has_sounds
-
     def check(self, batch: TrainBatch) -> None:
         """Refuse rows that have no placeholder tokens for their sounds, by the sounds' lengths."""
         for row, sounds in enumerate(batch.sounds or ()):
@@ -63,7 +59,9 @@ class SoundReader:
                     "expanded"
                 ) from None
 
-    def placed(self, inputs: ModelInputs, rows: TrainBatch, packed: bool) -> ModelInputs:
+    def placed(
+        self, inputs: ModelInputs, rows: TrainBatch, packed: bool, there: Collection[str] = takes
+    ) -> ModelInputs:
         """Return the layout with the rows' sounds; where there are none with a blank one behind all rows, which no row
         hears: the tower runs as it does on other ranks, and its gradient is zero."""
         sounds: list[Sequence[EncodedSound | None]] = list(rows.sounds or [()] * len(rows))
@@ -117,7 +115,7 @@ Reader = ImageReader | SoundReader
 
 
 def media_reader(module: nn.Module) -> Reader | None:
-    """Return what reads images or sounds for a model; None of a model of text."""
+    """Return what reads images and videos, or sounds, for a model; None of a model of text."""
     return ImageReader.of(module) or SoundReader.of(module)
 
 

@@ -79,7 +79,7 @@ def draw(
 def feed(job: GenerateJob, running: Sized, max_num_seqs: int) -> Iterator[list[int]]:
     """Yield the prompts to start before each step: all of a job of our own (vLLM queues it), small shares of a shared
     one that grow with what runs here, so that replicas split a small job evenly and a large one still fills up. Of a
-    job of our own with images or sounds as many as there is room for: the pixels of all could fill the memory."""
+    job of our own with images, videos or sounds as many as there is room for: all pixels could fill the memory."""
     if not job.shared and not job.media:
         yield list(range(len(job.prompts)))
         return

@@ -355,7 +355,8 @@ if TYPE_CHECKING:
 def _need_text(media: Sequence[Sequence[Any]], what: str) -> None:
     if (seen := next((index for index, own in enumerate(media) if own), None)) is not None:
         raise DataError(
-            f'{what} {seen} has images or sounds, which executor="sglang" does not take here: use executor="vllm"'
+            f'{what} {seen} has images, videos or sounds, which executor="sglang" does not take here: use '
+            'executor="vllm"'
         )
 
 

@@ -23,7 +23,7 @@ from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.runs.journal import Call, Choice, line_of, read
 from rlbench.envs.policy import UNKEPT
 from rlbench.workers.replica.guests import Guest, Guests
-from rlbench.workers.replica.media import media_limit, moved, place_token
+from rlbench.workers.replica.media import media_limit, moved, place_tokens
 from rlbench.workers.replica.serving.runs import Joined, Runs
 from rlbench.workers.replica.serving.texts import WholeTexts
 
@@ -88,7 +88,7 @@ class EngineClient:
         self._runs = Runs(self.renderer.tokenizer, "~" if self._server == "0" else f"~{self._server}.")
         self._numbers = itertools.count()
         self.images = media_limit(engine, IMAGE)
-        self._place = place_token(engine) if media_limit(engine) else -1
+        self._places = place_tokens(engine)
         self.counts = {"open": 0, "calls": 0, "tokens": 0}
         if journal.exists():  # a replica that was built again goes on where the one before it was
             self._remember(journal)
@@ -113,8 +113,9 @@ class EngineClient:
         if prompt.get("type") != "token" and not sender.images:
             raise VLLMValidationError("this endpoint takes text and images alone: no audio or embeddings")
         ids = prompt["prompt_token_ids"]
-        if not sender.images and self._place in ids:
-            raise VLLMValidationError("the text holds the model's token for an image or a sound, and there is none")
+        for kind, token in self._places.items():
+            if token in ids and not (kind is IMAGE and sender.images):
+                raise VLLMValidationError(f"the text holds the model's token for {kind.one}, and there is none")
         unkept = sender.run == UNKEPT
         joined = Joined(list(ids), UNKEPT) if unkept else self._runs.joined(sender.run, ids, sender.images)
         if joined.differs is not None:
