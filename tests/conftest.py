@@ -44,6 +44,12 @@ NONE_OF = r"not \w+( and not \w+)*"
 MARK = r"pytest\.mark\.(\w+)"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Look for no garbage in the process that hands out tests to others: it keeps what it hears to the end."""
+    if not WORKER and getattr(config.option, "numprocesses", None):
+        gc.disable()
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """Our own Ray cluster with four device slots; ended, with everything on it, after the last test."""
@@ -136,13 +142,22 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Collect without looking for garbage: there is little, and what tests are made of is kept to the end."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
         if WORKER:
             gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Look for garbage once: pytest does five times more, at the end of each process, over all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
