@@ -80,16 +80,40 @@ def test_what_is_remembered_is_bounded() -> None:
     assert sum(map(len, balancer._known)) <= 33 << 20
 
 
-def test_a_replica_that_is_away_is_said_before_anything_is_sent() -> None:
-    sent: list[Any] = []
+def called(balancer: Balancer, run: str, asked: dict[str, Any]) -> list[int]:
+    """Let a call arrive where no other replica answers; return how often it was served there."""
+    served: list[int] = []
 
     async def receive() -> Any:
         await asyncio.sleep(60)
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        raise AssertionError(f"{message} was sent, and no replica has answered")
+
+    async def serve() -> None:
+        served.append(balancer._open[balancer.own])
 
     scope = {"path": "/v1/chat/completions", "headers": [(b"authorization", b"Bearer k")]}
-    with pytest.raises(Refusal, match="replica 1, which serves this call, does not answer") as refused:
-        asyncio.run(Balancer(0, URLS).hand_on(1, scope, b"{}", receive, send))
-    assert refused.value.status == 503 and not sent
+    asyncio.run(balancer.answer(run, asked, scope, b"{}", receive, send, serve))
+    return served
+
+
+def test_a_runs_replica_that_is_away_is_said_before_anything_is_sent() -> None:
+    balancer = Balancer(0, URLS)
+    run = next(name for name in map(str, range(50)) if replica_of(name, 3) == 1)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="replica 1, which serves this call, does not answer") as refused:
+            called(balancer, run, ask("a"))
+        assert refused.value.status == 503 and balancer._open == [0, 0, 0]
+
+
+def test_a_conversation_whose_replica_is_away_goes_on_where_it_is_answered() -> None:
+    balancer = Balancer(0, URLS)
+    with balancer.serving(0), balancer.serving(2):
+        assert balancer.owner("", ask("a"), False) == 1
+    assert called(balancer, "", ask("a", "b", "c")) == [1], "it is counted as open while it is served"
+    assert called(balancer, "", ask("something new")) == [1]
+    with balancer.serving(0), balancer.serving(0):
+        assert balancer.owner("", ask("a", "b", "c", "d", "e"), False) == 0, "it stays where it went"
+    assert balancer._left_out == {1, 2}
+    assert Balancer(0, URLS).owner("", ask("new"), False) == 0 == balancer._open[0]

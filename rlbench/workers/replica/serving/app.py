@@ -10,6 +10,7 @@ import re
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -34,7 +35,7 @@ from rlbench.data.prompts.lengths import begin_text
 from rlbench.envs.policy import UNKEPT
 from rlbench.errors import DataError, nearest
 from rlbench.units import format_bytes
-from rlbench.workers.replica.serving.balancing import HOP_HEADER, Balancer
+from rlbench.workers.replica.serving.balancing import Balancer
 from rlbench.workers.replica.serving.client import SENDER, EngineClient, Sender
 from rlbench.workers.replica.serving.images import checked, media_parts
 from rlbench.workers.replica.serving.listening import CONNECTIONS, listening
@@ -102,15 +103,11 @@ class Gate:
             path, run = self._sender(scope)
             body = await asyncio.wait_for(_read(receive), READ_LIMIT_S)
             asked = _object(body)
+            serve = partial(self._serve, scope, path, run, asked, body, receive, send)
             if (balancer := self.balancer) is None:
-                await self._serve(scope, path, run, asked, body, receive, send)
-                return
-            owner = balancer.owner(run, asked, HOP_HEADER.lower().encode() in dict(scope["headers"]))
-            with balancer.serving(owner):
-                if owner == balancer.own:
-                    await self._serve(scope, path, run, asked, body, receive, send)
-                else:
-                    await balancer.hand_on(owner, scope, body, receive, send)
+                await serve()
+            else:
+                await balancer.answer(run, asked, scope, body, receive, send, serve)
         except Refusal as refusal:
             await _refused(refusal)(scope, receive, send)
         except TimeoutError:

@@ -1,7 +1,8 @@
 """Several replicas behind one address: which of them serves a call, wherever it arrives, and how it gets there.
 
 A named run is served by one replica, told by its name. A conversation without a name stays with the replica that has
-its beginning in its cache and remembers it; a new one goes where the fewest calls are open.
+its beginning in its cache and remembers it; a new one, and one whose replica does not answer, goes where the fewest
+calls are open.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import collections
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,14 +27,44 @@ REMEMBERED, REMEMBERED_CHARACTERS = 4096, 32 << 20
 """Beginnings of conversations that name no run, and of how many characters together, that later calls may extend."""
 
 
+class Unanswered(Refusal):
+    """A replica that a call was to be handed on to does not answer, and nothing was sent to the client."""
+
+
 class Balancer:
     """Says for a replica, number `own` of those at `urls`, who serves a call that arrives at it, and hands it on."""
 
     def __init__(self, own: int, urls: Sequence[str]) -> None:
         self.own, self._urls = own, tuple(urls)
         self._open, self._served = [0] * len(urls), [0] * len(urls)
+        self._left_out: set[int] = set()
         self._known: collections.OrderedDict[str, int] = collections.OrderedDict()  # by beginning, the newest last
         self._characters = 0
+
+    async def answer(
+        self,
+        run: str,
+        asked: Mapping[str, Any],
+        scope: Any,
+        body: bytes,
+        receive: Any,
+        send: Any,
+        serve: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Have a call of a run ("" where it names none) answered, by `serve` here or by another replica. One that does
+        not answer gets no calls without a run any more, until the endpoint is opened again; Unanswered for a run's."""
+        handed_on = HOP_HEADER.lower().encode() in dict(scope["headers"])
+        while (owner := self.owner(run, asked, handed_on)) != self.own:
+            try:
+                with self.serving(owner):
+                    await self.hand_on(owner, scope, body, receive, send)
+                return
+            except Unanswered:
+                if run:
+                    raise
+                self._left_out.add(owner)
+        with self.serving(owner):
+            await serve()
 
     def owner(self, run: str, asked: Mapping[str, Any], handed_on: bool) -> int:
         """Return who serves a call of a run ("" where it names none)."""
@@ -44,9 +75,11 @@ class Balancer:
         text = beginning(asked)
         if not text:  # a question about models, or what will be refused
             return self.own
+        there = set(range(len(self._urls))) - self._left_out
         known = max((one for one in self._known if text.startswith(one)), key=len, default=None)
-        least = min(range(len(self._urls)), key=lambda i: (self._open[i], self._served[i]))
-        chosen = least if known is None else self._known[known]
+        chosen = None if known is None else self._known[known]
+        if chosen not in there:
+            chosen = min(there, key=lambda i: (self._open[i], self._served[i]))
         self._remember(text, chosen)
         return chosen
 
@@ -61,7 +94,7 @@ class Balancer:
             self._open[owner] -= 1
 
     async def hand_on(self, owner: int, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        """Let another replica answer; a client that goes away takes its request along. Refusal where none answers."""
+        """Let another replica answer; a client that goes away takes its request along. Unanswered where it does not."""
         gone = asyncio.create_task(_disconnected(receive))
         answering = asyncio.create_task(self._answered(owner, scope, body, send))
         try:
@@ -96,11 +129,12 @@ class Balancer:
             said = (
                 f"replica {owner}, which serves this call, does not answer: {error}; session.endpoint() opens it again"
             )
-            raise Refusal(503, "ServiceUnavailableError", said) from error
+            raise Unanswered(503, "ServiceUnavailableError", said) from error
 
     def _remember(self, text: str, owner: int) -> None:
         if text in self._known:
             self._known.move_to_end(text)
+            self._known[text] = owner
             return
         self._known[text] = owner
         self._characters += len(text)
