@@ -156,8 +156,9 @@ def pytest_collection() -> Iterator[object]:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     """Look for garbage once: pytest does five times more, at the end of each process, over all that was imported."""
-    gc.collect()
-    gc.freeze()
+    if WORKER:  # which frees nothing at its end, see `_end`
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
