@@ -10,7 +10,6 @@ from rlbench.errors import SessionError
 from rlbench.options import OptionError
 from rlbench.rewards.rules import zero
 from rlbench.session.core import SessionCore
-from rlbench.session.planning.check import need_trainer_room
 from rlbench.session.reward_model import RewardModel
 from rlbench.session.teachers import teachers
 from rlbench.session.teachers.teachers import OnRanks, Teacher
@@ -167,9 +166,7 @@ def trainer(
         reference_shard_size,
     )
     warn_of(chosen, bool(spec.critic), ema)
-    found = trainer_places.from_here(spec)
-    need_trainer_room(core.options, found)
-    return made(core, method, found, load_checkpoint=bool(chosen.get("load_checkpoint")))
+    return made(core, method, trainer_places.from_here(spec), load_checkpoint=bool(chosen.get("load_checkpoint")))
 
 
 def _reward_model(core: SessionCore, given: dict[str, Any], options: dict[str, Any]) -> RewardModel:

@@ -22,6 +22,7 @@ from rlbench.units import format_bytes
 if TYPE_CHECKING:
     from rlbench.session.planning.plan import Plan
     from rlbench.trainers.ppo.building import TrainerSpec
+    from rlbench.trainers.texts.building import TextSpec
 
 WEIGHTS = ("*.safetensors", "*.bin")
 MOST_TIMES = 12
@@ -48,23 +49,25 @@ def need_room(options: SessionOptions) -> None:
         )
 
 
-def need_trainer_room(options: SessionOptions, spec: TrainerSpec) -> None:
+def need_trainer_room(options: SessionOptions, spec: TrainerSpec | TextSpec) -> None:
     """Raise BuildError, with the plan, for a trainer whose critic, reward models, reference or average exceed a device
     beside what the session has there; counted as by `need_room`."""
-    from rlbench.trainers.ppo.building import SessionEngine
+    from rlbench.trainers.ppo.building import SessionEngine, TrainerSpec
 
+    asked_critic, scorers, ema = None, [], False
+    if isinstance(spec, TrainerSpec):  # one on texts has a reference alone
+        asked_critic, scorers, ema = spec.critic, list(_reward_folders(spec.reward)), spec.ema
     critic, reference = (
         None if not asked or isinstance(asked, SessionEngine) else options.path if asked is True else str(asked)
-        for asked in (spec.critic, spec.reference)
+        for asked in (asked_critic, spec.reference)
     )
-    scorers = list(_reward_folders(spec.reward))
-    if critic is None and reference is None and not scorers and not spec.ema:
+    if critic is None and reference is None and not scorers and not ema:
         return
-    beside = [path for path in (critic, reference, options.path if spec.ema else None) if path is not None]
+    beside = [path for path in (critic, reference, options.path if ema else None) if path is not None]
     there = _memory()
     if there is None or _plainly_fits(options, [*beside, *scorers], there[1]):
         return
-    request = replace(_request(options, there[0]), critic=critic, rewards=tuple(scorers), ema=spec.ema)
+    request = replace(_request(options, there[0]), critic=critic, rewards=tuple(scorers), ema=ema)
     if request.reference is None:
         request = replace(request, reference=reference)
     elif reference is not None:  # one more, whose weights the ranks hold as those of a teacher

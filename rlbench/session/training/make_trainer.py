@@ -7,6 +7,7 @@ from typing import Any, cast
 from rlbench.dispatch import by_value
 from rlbench.errors import Stopped, WorkerDied
 from rlbench.session.core import SessionCore
+from rlbench.session.planning.check import need_trainer_room
 from rlbench.session.training.session_trainer import SessionTrainer, TextTrainer, trainer_of
 from rlbench.session.training.text_data import text_spec
 
@@ -33,7 +34,8 @@ def text_trainer(
 
 
 def made(core: SessionCore, method: str, spec: Any, load_checkpoint: bool) -> SessionTrainer:
-    """Have the ranks build a trainer from its description."""
+    """Have the ranks build a trainer from its description; BuildError where it cannot fit beside the session."""
+    need_trainer_room(core.options, spec)
     blob = by_value.dumps(spec, "trainer")
     pending = core.ask_ranks("make_trainer", method, blob, what="trainer", track=True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from rlbench.session.planning.uses import (
     VALUES,
 )
 from rlbench.trainers.ppo.building import TrainerSpec
+from rlbench.trainers.texts.building import TextSpec
 from rlbench.units import GIB
 from tests.modules import save_qwen
 from tests.session.planning.test_pictures import ONE_QUICK
@@ -273,5 +275,9 @@ def test_a_trainers_models_that_do_not_fit_beside_the_sessions_are_refused_with_
     monkeypatch.setattr(check, "_memory", lambda: (Devices(0, alone), alone))
     check.need_room(options)
     check.need_trainer_room(options, TrainerSpec(model, reward=len))
-    with pytest.raises(BuildError, match=r"the trainer cannot fit(?s:.*)train rank"):
-        check.need_trainer_room(options, TrainerSpec(model, **given))
+    specs: list[Any] = [TrainerSpec(model, **given)]
+    if "reference" in given:
+        specs.append(TextSpec(model, b"", SimpleNamespace(), **given))  # type: ignore[arg-type]
+    for spec in specs:
+        with pytest.raises(BuildError, match=r"the trainer cannot fit(?s:.*)train rank"):
+            check.need_trainer_room(options, spec)
