@@ -98,13 +98,3 @@ def test_committed_notebooks_hold_no_outputs(repository):
     for path in (repository / "notebooks").glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
             assert not cell.get("outputs") and cell.get("execution_count") is None, path.name
-
-
-def test_every_test_that_a_page_names_is_there(repository):
-    tests = "\n".join(path.read_text() for path in (repository / "tests").rglob("test_*.py"))
-    for page in (repository / "docs").glob("*.md"):
-        text = page.read_text()
-        for name in re.findall(r"`(test_\w+)`", text):
-            assert f"def {name}(" in tests, f"{page.name} names {name}"
-        for path in re.findall(r"`(tests/[\w/.]+)`", text):
-            assert (repository / path).exists(), f"{page.name} names {path}"
