@@ -27,6 +27,7 @@ LIGHTRFT = {
     "max_len": "pretrain_max_len",
     "use_reentrant": "gradient_checkpointing_use_reentrant",
     "initial_model_shard_size": "reference_shard_size",
+    "heads_types": "heads",
 }
 """Names of LightRFT's command line for options of ours; its command lines and namespaces write the first of several."""
 TRL = {

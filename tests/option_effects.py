@@ -33,6 +33,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "probing_layer": (
         "session/test_train_command.py::test_a_run_distils_from_its_teacher_and_another_trains_a_reward_model",
     ),
+    "heads": ("session/test_train_command.py::test_a_run_distils_from_its_teacher_and_another_trains_a_reward_model",),
     "data": ("session/test_run_data.py::test_a_file_of_texts_is_read_as_the_method_wants_it",),
     "max_length": ("session/test_run_data.py::test_a_file_of_texts_is_read_as_the_method_wants_it",),
     "loss": ("session/test_run_data.py::test_a_loss_is_written_as_python_would_or_found_in_a_file",),

@@ -14,6 +14,7 @@ from rlbench.data.base.ragged import Ragged, offsets_of
 from rlbench.data.base.routing import join_routing
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
 from rlbench.data.batches.columns import join_columns
+from rlbench.data.batches.verdicts import joined_verdicts
 from rlbench.data.prompts.placing import KINDS
 from rlbench.data.prompts.set import PromptSet
 from rlbench.data.rollouts import taking
@@ -79,6 +80,7 @@ def join_batches(parts: Sequence[TrainBatch], renumber: bool = True) -> TrainBat
     }
     joined["columns"] = join_columns([part.columns for part in parts], [part.tokens for part in parts])
     joined["routing"] = join_routing([part.routing for part in parts], [part.lengths for part in parts])
+    joined["verdicts"] = joined_verdicts([part.verdicts for part in parts], [len(part) for part in parts])
     for name in KINDS:
         if any(getattr(part, name) is not None for part in parts):
             joined[name] = tuple(own for part in parts for own in getattr(part, name) or ((),) * len(part))

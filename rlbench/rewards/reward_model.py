@@ -6,7 +6,7 @@ One that sees, as `rb.RewardModel` saves it of a model of Qwen-VL's kind, sees t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from rlbench.data.prompts.lengths import open_tokenizer, text_ids
 from rlbench.data.texts.rendering import Renderer
 from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
-from rlbench.rewards.kinds import Board, Failure, Reward, Scorer, shown
+from rlbench.rewards.kinds import Board, Failure, Outcome, Reward, Scorer, shown
 from rlbench.rewards.last_tokens import padded, padding_for, padding_is, padding_token
 from rlbench.rewards.seeing import SeeingReader
 
@@ -31,7 +31,8 @@ class model(Scorer):
 
     A completion too long for the model has an error; none is cut. Texts are tokenised by its own tokenizer. A model of
     Qwen-VL's kind, as `rb.RewardModel` saves it, sees the images, by its own processor: the prompts', and those that an
-    environment showed. One of text alone refuses completions with images.
+    environment showed. One of text alone refuses completions with images. Of several heads, as
+    `rb.RewardModel(heads=…)` has them, the reward is their weighted sum, and each is a component by its name.
 
     Args:
         path: folder or Hugging Face id of a model with a trained head of one output.
@@ -66,7 +67,10 @@ class model(Scorer):
         """Score in batches, long ones first, so that little is padded; see `Scorer.score_all`."""
         import torch
 
+        from rlbench.rewards.shaped_head import HeadShape
+
         model, tokenizer, reader = self._load()
+        heads = HeadShape.of(model.config).heads
         self._check_sees(rollouts, reader)
         rows: list[tuple[int, list[int], tuple[EncodedImage, ...]]] = []
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -91,10 +95,7 @@ class model(Scorer):
             started = time.perf_counter()
             with torch.inference_mode():
                 values = self._forward([ids for _, ids, _ in chosen], [images for _, _, images in chosen])
-            outcomes = [
-                Reward(v) if v - v == 0.0 else Failure(f"the reward model gave {v}", "wanted a finite number")
-                for v in values
-            ]
+            outcomes = [reward_of(own, heads, "wanted a finite number") for own in values]
             board.put_all([i for i, _, _ in chosen], outcomes, time.perf_counter() - started)
 
     def token_ids(self, rollout: Rollout, tokenizer: Any) -> list[int]:
@@ -166,14 +167,20 @@ class model(Scorer):
         """Refuse a classifier whose head was never trained, and an output that it does not have."""
         if missing:
             raise DataError(f"{self.path} has no weights for {', '.join(missing[:3])}: its head would be random")
-        outputs = int(model.config.num_labels)
+        outputs, heads = int(model.config.num_labels), getattr(model.config, "scalar_head", {}).get("heads")
+        if self.output is not None and heads:
+            raise DataError(
+                f"model: output={self.output} has no effect: the reward of {self.path} is the sum of its heads, "
+                f"{', '.join(heads)}"
+            )
         if self.output is None and outputs != 1:
             raise DataError(f"{self.path} gives {outputs} numbers: say which is the reward by model(…, output=0)")
         if self.output is not None and not 0 <= self.output < outputs:
             raise DataError(f"model: output={self.output}, but {self.path} gives {outputs} numbers, counted from 0")
 
-    def _forward(self, rows: Sequence[Sequence[int]], images: Sequence[Sequence[EncodedImage]]) -> list[float]:
-        from rlbench.rewards.shaped_head import SHAPED, scores_at_the_ends
+    def _forward(self, rows: Sequence[Sequence[int]], images: Sequence[Sequence[EncodedImage]]) -> list[list[float]]:
+        """Return for each row the reward; of several heads what each says."""
+        from rlbench.rewards.shaped_head import SHAPED, HeadShape, scores_at_the_ends
 
         model, _, reader = self._load()
         if reader is not None:
@@ -188,7 +195,8 @@ class model(Scorer):
             else:
                 with padding_is(model, padding):
                     logits = model(input_ids=ids, attention_mask=mask).logits
-        return [float(v) for v in logits[:, self.output or 0].float().cpu()]
+        chosen = logits if HeadShape.of(model.config).heads else logits[:, self.output or 0][:, None]
+        return chosen.float().cpu().tolist()  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}
@@ -196,6 +204,14 @@ class model(Scorer):
     def __repr__(self) -> str:
         changed = {f.name: v for f in fields(self)[1:-1] if (v := getattr(self, f.name)) != f.default}
         return shown("model", self.path, **changed)
+
+
+def reward_of(scores: Sequence[float], heads: Mapping[str, float], hint: str = "") -> Outcome:
+    """Return the reward of a completion: the one score; of several `heads` their weighted sum, each a component."""
+    total = sum(w * v for w, v in zip(heads.values(), scores, strict=True)) if heads else scores[0]
+    if total - total != 0.0:
+        return Failure(f"the reward model gave {total}", hint)
+    return Reward(total, dict(zip(heads, scores, strict=True)) if heads else {})
 
 
 def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:

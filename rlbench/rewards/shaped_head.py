@@ -1,4 +1,5 @@
-"""A scalar head that reads another layer than the last, or pools a sequence by attention; and classifiers with one.
+"""A scalar head that reads another layer than the last, or pools a sequence by attention, or several; and classifiers
+with such.
 
 transformers has no such classifier: rlbench loads what is saved. Its weights are called otherwise than those of a plain
 head, so that transformers finds none for its own head instead of computing other scores.
@@ -6,7 +7,7 @@ head, so that transformers finds none for its own head instead of computing othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from rlbench.errors import BuildError, nearest
+from rlbench.rewards.head_names import head_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,14 +36,18 @@ class HeadShape:
     """What a head reads: the state of one token ("last"), or all up to it pooled ("attention"), of `probing_layer`.
 
     Layers are counted as transformers' `hidden_states`: 0 is the embedding, k the output of layer k, and the last, -1,
-    has gone through the model's final norm.
+    has gone through the model's final norm. `heads`: names of several heads, each of which reads so by itself, with
+    their weights in the score; none: one without a name.
     """
 
     pooling: str = LAST
     probing_layer: int = LAST_LAYER
+    heads: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         layer = self.probing_layer
+        if self.heads:
+            object.__setattr__(self, "heads", head_weights(self.heads))
         if self.pooling not in POOLINGS:
             hint = nearest(str(self.pooling), POOLINGS)
             raise BuildError(f"pooling={self.pooling!r} is none{hint}; use {' or '.join(map(repr, POOLINGS))}.")
@@ -78,7 +84,23 @@ class HeadShape:
         """Write it into the config of a model that it is checked for."""
         self.check(config)
         if not self.plain:
-            setattr(config, IN_CONFIG, {"pooling": self.pooling, "probing_layer": self.probing_layer})
+            named = {"heads": dict(self.heads)} if self.heads else {}
+            setattr(config, IN_CONFIG, {"pooling": self.pooling, "probing_layer": self.probing_layer, **named})
+
+    def states_of(self, found: Any) -> Tensor:
+        """Return the layer's states (B, T, width), of what a backbone gave."""
+        if self.probing_layer == LAST_LAYER:
+            return found.last_hidden_state  # type: ignore[no-any-return]
+        return found.hidden_states[self.probing_layer]  # type: ignore[no-any-return]
+
+    @property
+    def backbone_options(self) -> dict[str, bool]:
+        """What the backbone is asked for besides."""
+        return {} if self.probing_layer == LAST_LAYER else {"output_hidden_states": True}
+
+    def made(self, width: int, outputs: int) -> ShapedHead | ShapedHeads:
+        """Return the head over states of that width; several have an output each."""
+        return ShapedHeads(width, self) if self.heads else ShapedHead(width, outputs, self)
 
 
 class ShapedHead(nn.Module):
@@ -100,16 +122,11 @@ class ShapedHead(nn.Module):
             self.query = nn.Parameter(torch.empty(width))
             self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(2))
 
-    def states_of(self, found: Any) -> Tensor:
-        """Return the layer's states (B, T, width), of what a backbone gave."""
-        if self.shape.probing_layer == LAST_LAYER:
-            return found.last_hidden_state  # type: ignore[no-any-return]
-        return found.hidden_states[self.shape.probing_layer]  # type: ignore[no-any-return]
-
-    @property
-    def backbone_options(self) -> dict[str, bool]:
-        """What the backbone is asked for besides."""
-        return {} if self.shape.probing_layer == LAST_LAYER else {"output_hidden_states": True}
+    def scores(self, states: Tensor, starts: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Return the scores (P, outputs) float32 after the tokens at `positions` (P,) of the flattened states, None: at
+        all; `states` and `starts` as of `read`."""
+        read = self.read(states, starts)
+        return self(read if positions is None else read[positions])  # type: ignore[no-any-return]
 
     def read(self, states: Tensor, starts: Tensor | None = None) -> Tensor:
         """Return what the head reads after each token, (B T, width), of states (B, T, width).
@@ -137,6 +154,21 @@ class ShapedHead(nn.Module):
         return linear(read.float(), self.weight.float())
 
 
+class ShapedHeads(nn.Module):
+    """Several heads by the names of `shape`, each a `ShapedHead` of one output called `NAME_head`."""
+
+    def __init__(self, width: int, shape: HeadShape) -> None:
+        super().__init__()
+        self.shape = shape
+        for name in shape.heads:
+            self.add_module(f"{name}_head", ShapedHead(width, 1, shape))
+
+    def scores(self, states: Tensor, starts: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Return the score of each head, (P, heads) float32; see `ShapedHead.scores`."""
+        each = (self.get_submodule(f"{name}_head") for name in self.shape.heads)
+        return torch.cat([head.scores(states, starts, positions) for head in each], dim=1)  # type: ignore[operator]
+
+
 def _lengths(starts: Tensor) -> list[int]:
     ends = [*starts.nonzero()[:, 0].tolist(), len(starts)]
     return [end - start for start, end in pairwise(ends)]
@@ -159,9 +191,8 @@ def _shaped(architecture: Any) -> type[Any]:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             del self.score
-            self.shaped_score = ShapedHead(
-                config.get_text_config().hidden_size, config.num_labels, HeadShape.of(config)
-            )
+            shape = HeadShape.of(config)
+            self.shaped_score = shape.made(config.get_text_config().hidden_size, config.num_labels)
 
     ShapedClassifier.__name__ = ShapedClassifier.__qualname__ = architecture.__name__
     ShapedClassifier.__module__ = architecture.__module__
@@ -177,7 +208,8 @@ def scores_at_the_ends(model: Any, ids: Tensor, mask: Tensor, **more: Tensor) ->
         ids, mask: (B, T) int64, padded behind.
         more: what else its backbone takes.
     """
-    head: ShapedHead = model.shaped_score
-    found = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **head.backbone_options, **more)
-    read = head.read(head.states_of(found)).unflatten(0, ids.shape)
-    return head(read[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1])  # type: ignore[no-any-return]
+    head: ShapedHead | ShapedHeads = model.shaped_score
+    asked = head.shape.backbone_options
+    found = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **asked, **more)
+    last = torch.arange(len(ids), device=ids.device) * ids.shape[1] + mask.sum(1) - 1
+    return head.scores(head.shape.states_of(found), positions=last)

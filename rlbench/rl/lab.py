@@ -217,7 +217,7 @@ def sources_of_gradient(x: LossInputs) -> list[Tensor]:
     """Return what of a loss's inputs comes from the model, and carries the gradient; log-probs and entropy first. Of a
     reward model the scores alone."""
     if x.scores is not None:
-        return [x.scores]
+        return [x.scores] if x.head_scores is None else [x.scores, x.head_scores]
     of_teacher = None if x.teacher is None else x.teacher.policy_logprobs
     given = (x.logprobs, x.entropy, x.hidden_states, x.logits, of_teacher)
     return [one for one in given if one is not None]

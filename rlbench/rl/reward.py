@@ -4,6 +4,11 @@ Each is a loss of a step, `rm.train_step(pairs, loss=rb.rl.bradley_terry(centeri
 and scores: c and r are what the model says of the chosen and the rejected response after its last trained token, m the
 pair's margin. The mathematics is in `rlbench.rl.supervised`. The metrics are `reward_chosen`, `reward_rejected`,
 `reward_margin` = c - r and `reward_accuracy`, the share of pairs with c > r, ties aside.
+
+Where pairs judge heads, each head is trained by the pairs that say something of it: the loss is the sum over heads of
+the mean over those pairs, c and r being the head's own scores of the response that is better there and of the other. A
+tie is said by the verdict. Metrics by head are called `reward_accuracy/HEAD`; without a head's name they are means over
+the heads of each pair.
 """
 
 from __future__ import annotations
@@ -52,6 +57,10 @@ class ScoreLoss(PreferenceLoss, ABC):
         if margin is not None and not self.takes_margin and self.ties is None:
             raise LossError(f"{self} takes no margin, and the pairs have one: batch.replace(margin=None), or ties=.")
         tied = torch.zeros_like(c, dtype=torch.bool) if margin is None or self.ties is None else margin == 0
+        return self.judged(c, r, margin, tied)
+
+    def judged(self, c: Tensor, r: Tensor, margin: Tensor | None, tied: Tensor) -> tuple[Tensor, Metrics]:
+        """Return loss and metrics as `of` does, of pairs of which those that are `tied` (B,) bool were rated equal."""
         loss = self.per_pair(c, r, margin if self.takes_margin else None)
         if self.ties is not None:
             loss = torch.where(tied, self.ties * tie_penalty(c, r), loss)
@@ -69,9 +78,38 @@ class ScoreLoss(PreferenceLoss, ABC):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         """Return the loss (S, T), each pair's on every token of both responses, and the metrics (S, 1)."""
         chosen, rejected = inputs.chosen, inputs.rejected
-        loss, metrics = self.of(chosen.scores, rejected.scores, chosen.margin)
+        if inputs.verdicts is not None:
+            loss, metrics = self.of_heads(inputs)
+        else:
+            loss, metrics = self.of(chosen.scores, rejected.scores, chosen.margin)
         rows = {name: inputs.of_pairs(torch.as_tensor(value))[:, :1] for name, value in metrics.items()}
         return masked(inputs.of_pairs(loss), inputs.mask), dict(rows)
+
+    def of_heads(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        """Return the loss per pair (P,), whose mean over the step's pairs is the sum over heads, and the metrics."""
+        margin, said = inputs.chosen.margin, inputs.chosen.verdicts
+        assert said is not None and inputs.verdict_weights is not None and inputs.heads is not None
+        if margin is not None and not self.takes_margin:
+            raise LossError(f"{self} takes no margin, and the pairs have one: batch.replace(margin=None).")
+        if self.ties is None and bool((said == 0).any()):
+            raise LossError(
+                f"{self} does not know ties, and pairs are rated equal in a head: give ties=0.01, a weight."
+            )
+        scores = zip(inputs.chosen.head_scores.T, inputs.rejected.head_scores.T, said.T, strict=True)
+        total, found = said.new_zeros(len(said)), dict[str, list[Tensor]]()
+        for (chosen, rejected, verdict), weight in zip(scores, inputs.verdict_weights, strict=True):
+            judges = ~verdict.isnan()
+            one, other = (torch.where(judges, score, 0.0) for score in (chosen, rejected))  # what is not said is no NaN
+            better, worse = torch.where(verdict < 0, other, one), torch.where(verdict < 0, one, other)
+            better, worse = wide_rows(chosen=better, rejected=worse)
+            loss, metrics = self.judged(better, worse, margin, verdict == 0)
+            total = total + torch.where(judges, loss * weight, 0.0)
+            for name, value in metrics.items():
+                found.setdefault(name, []).append(torch.where(judges, torch.as_tensor(value), torch.nan))
+        by_head = {
+            f"{name}/{head}": v for name, each in found.items() for head, v in zip(inputs.heads, each, strict=True)
+        }
+        return total, {name: torch.stack(each).nanmean(0) for name, each in found.items()} | by_head
 
 
 @dataclass(frozen=True)
@@ -117,20 +155,21 @@ class hps(ScoreLoss):
     def per_pair(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
         return hps_loss(chosen, rejected, torch.full_like(chosen, self.preference), self._log_scale)[0]
 
-    def of(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> tuple[Tensor, Metrics]:
-        loss, metrics = super().of(chosen, rejected, margin)
+    def judged(self, c: Tensor, r: Tensor, margin: Tensor | None, tied: Tensor) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().judged(c, r, margin, tied)
         if self.scale_lr:
             log_scale = torch.as_tensor(self._log_scale).to(loss)
-            scaled = log_scale.exp() * (chosen - rejected).detach().to(loss)
+            scaled = log_scale.exp() * (c - r).detach().to(loss)
             slope = scaled * (scaled.sigmoid() - self.preference)
-            rated = torch.ones_like(slope) if margin is None or self.ties is None else (margin != 0).to(slope)
-            metrics |= {"log_scale": log_scale.expand_as(loss), "log_scale_slope": slope * rated}
+            metrics |= {"log_scale": log_scale.expand_as(loss), "log_scale_slope": torch.where(tied, 0.0, slope)}
         return loss, metrics
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Step down the slope of the whole step's mean loss."""
+        """Step down the slope of the whole step's loss: its mean over pairs, or the sum of those over each head's."""
         now: Tensor = self._log_scale  # type: ignore[assignment]
-        object.__setattr__(self, "state", {"log_scale": now - self.scale_lr * metrics["log_scale_slope"]})
+        by_head = [slope for name, slope in metrics.items() if name.startswith("log_scale_slope/")]
+        slope = sum(by_head) if by_head else metrics["log_scale_slope"]
+        object.__setattr__(self, "state", {"log_scale": now - self.scale_lr * slope})
 
     @property
     def _log_scale(self) -> Tensor | float:

@@ -65,6 +65,12 @@ class LossInputs:
             known.
         scores: what a reward model says after each token, with gradient; that of the last trained one is the score.
             None of a policy; a reward model has no log-probs and no entropy: these are NaN.
+        head_scores: (sequences, tokens, heads), the same of each of several heads, whose weighted sum `scores` are;
+            `heads`: their names. None of a model with one.
+        verdicts: (sequences, heads), what its pair says of each head: 1: the chosen response is the better one there,
+            -1: the worse one, 0: a tie, NaN: nothing. None where pairs name no head.
+        verdict_weights: (heads,), pairs of the step for each that says something of the head: with it a mean over all
+            pairs is one over those that do.
         hidden_states: (sequences, tokens, H), the output layer's input at the position that predicts each token.
             Carries the gradient, as `logits` do.
         logits: (sequences, tokens, V), over the temperature: `log_softmax(logits, -1)` at a token is its log-prob.
@@ -85,6 +91,10 @@ class LossInputs:
     margin: Tensor | None = None
     lengths: Tensor | None = None
     scores: Tensor | None = None
+    head_scores: Tensor | None = None
+    heads: tuple[str, ...] | None = None
+    verdicts: Tensor | None = None
+    verdict_weights: Tensor | None = None
     columns: tuple[str, ...] | None = None
     hidden_states: Tensor | None = None
     logits: Tensor | None = None
@@ -163,16 +173,34 @@ class Side:
     def scores(self) -> Tensor:
         """What a reward model says of each response after its last trained token, with gradient. Raises LossError where
         a policy is trained."""
-        if self.inputs.scores is None:
-            raise LossError("the loss compares scores, which a policy does not give: train an rb.RewardModel with it.")
-        rows, mask = self.rows, self.inputs.mask
-        last = mask.shape[1] - 1 - mask[rows].int().flip(1).argmax(1)
-        return self.inputs.scores[rows, last]
+        return self._at_the_end(self.inputs.scores)
+
+    @property
+    def head_scores(self) -> Tensor:
+        """The same of each head, (P, heads). Raises LossError of a model with one."""
+        if self.inputs.scores is not None and self.inputs.head_scores is None:
+            raise LossError(
+                "the loss reads the scores of heads, and the reward model has one: rb.RewardModel(…, heads=…)."
+            )
+        return self._at_the_end(self.inputs.head_scores)
+
+    @property
+    def verdicts(self) -> Tensor | None:
+        """What the pairs say of each head, (P, heads) float32; None where they name none."""
+        return None if self.inputs.verdicts is None else self.inputs.verdicts[self.rows]
 
     @property
     def margin(self) -> Tensor | None:
         """How much better the chosen response is, float32; None where not known."""
         return None if self.inputs.margin is None else self.inputs.margin[self.rows]
+
+    def _at_the_end(self, scores: Tensor | None) -> Tensor:
+        """Take what stands at each response's last trained token."""
+        if scores is None:
+            raise LossError("the loss compares scores, which a policy does not give: train an rb.RewardModel with it.")
+        rows, mask = self.rows, self.inputs.mask
+        last = mask.shape[1] - 1 - mask[rows].int().flip(1).argmax(1)
+        return scores[rows, last]
 
     def _summed(self, values: Tensor) -> Tensor:
         rows = self.rows

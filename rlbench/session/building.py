@@ -88,7 +88,7 @@ def _policy(role: str, path: str, options: SessionOptions, link: Link) -> Engine
     spec = PolicySpec(path, role == "actor", **train.only(OptimizerOptions))
     if options.kind == REWARD:
         read: dict[str, Any] = {"pooling": options.pooling, "probing_layer": options.probing_layer}
-        spec = RewardSpec(path, head_seed=options.seed, **read, **train.only(OptimizerOptions))
+        spec = RewardSpec(path, head_seed=options.seed, heads=options.heads, **read, **train.only(OptimizerOptions))
     chosen = train.only(RankOptions)
     if role != "actor":
         chosen.pop("router_replay", None)  # a reference, or a teacher, routes by itself

@@ -101,7 +101,8 @@ class SessionOptions:
     `reference`: None, or the model of a frozen reference policy. `undo`: how many last steps can be undone; None: as
     many as the memory allows. `kind`: what is trained, a "policy", or a "reward" model, which has no replicas.
     `teachers`: models of the teachers that the ranks hold, by their engine's name. `pooling`, `probing_layer`: what a
-    reward model's head reads, see `HeadShape`; None: as the checkpoint says.
+    reward model's head reads, see `HeadShape`; None: as the checkpoint says. `heads`: its heads by name, with their
+    weights; None: one without a name.
     """
 
     model: str
@@ -115,6 +116,7 @@ class SessionOptions:
     teachers: Mapping[str, str] = field(default_factory=dict)
     pooling: str | None = None
     probing_layer: int | None = None
+    heads: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.train.router_replay:  # the replicas have to say which experts the trainer is to take

@@ -6,18 +6,16 @@ well: `rollouts.score(rm)` asks its ranks; where it goes to other processes it g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rlbench import rewards
 from rlbench.data.texts.rendering import Renderer
 from rlbench.engines.paths import model_name
 from rlbench.errors import BuildError, RLBenchError
-from rlbench.rewards import Board, Failure, Reward, Scorer
-from rlbench.rewards.reward_model import read_tokens, refuse_sounds, refuse_videos
+from rlbench.rewards import Board, Failure, Scorer
+from rlbench.rewards.reward_model import read_tokens, refuse_sounds, refuse_videos, reward_of
 from rlbench.runtime import registry
 from rlbench.runtime.starting import starting
 from rlbench.session import building
@@ -53,6 +51,9 @@ class RewardModel(Handle, Scorer):
             a learned query; None: as the model's head does, which without one is "last".
         probing_layer: of which layer, counted as transformers' `hidden_states` (0: the embedding); None: as the model's
             head does, else -1, the last. The layers above it are kept, and do not train.
+        heads: several heads on the one backbone, by name: {"quality": 0.7, "style": 0.3}, with the weight of each in
+            the score, or names alone, of equal parts of 1. Pairs say of each which response is better there. None: as
+            the model has, else one without a name.
         lease_s, park, undo: as of `rb.Session`.
     """
 
@@ -65,6 +66,7 @@ class RewardModel(Handle, Scorer):
         seed: int = 0,
         pooling: str | None = None,
         probing_layer: int | None = None,
+        heads: Mapping[str, float] | Sequence[str] | None = None,
         lease_s: float | None = None,
         park: bool | None = None,
         undo: int | None = None,
@@ -79,9 +81,9 @@ class RewardModel(Handle, Scorer):
         with starting(f"reward model {named}"):
             path = model_at(named)
             building.check_models(path, classifiers=True)
-            read: dict[str, Any] = {"pooling": pooling, "probing_layer": probing_layer}
-            if any(value is not None for value in read.values()):
-                RewardSpec(path, **read).shape()  # or it is refused before anything is started
+            read: dict[str, Any] = {"pooling": pooling, "probing_layer": probing_layer, "heads": heads}
+            shape = RewardSpec(path, **read).shape()  # or it is refused before anything is started
+            read["heads"] = dict(shape.heads) or None
             options = SessionOptions(named, path, seed, train, undo=undo, kind=REWARD, **read)
             self._hold(opened(options, name, lease_s, park, need_room))
 
@@ -133,9 +135,8 @@ class RewardModel(Handle, Scorer):
         except KeyboardInterrupt:
             pending.stop()
             raise
-        for i, score in zip(rows, np.asarray(found, np.float64).tolist(), strict=True):
-            finite = score - score == 0.0
-            board.put(i, Reward(score) if finite else Failure(f"the reward model gave {score}"), 0.0)
+        for i, scores in zip(rows, found.parts, strict=True):
+            board.put(i, reward_of(scores, self.core.options.heads or {}), 0.0)
 
     def frozen(self) -> rewards.model:
         """This model as it is now, as a reward apart from it: what trainers and other processes are given.

@@ -60,7 +60,8 @@ def trainer(
             reward may join in. On texts "sft", "dpo", "ipo", "simpo", "orpo", "kto": those take data, eval_data,
             reference, loss, lr, schedule_steps and options, nothing else. "reward" is `rb.RewardModel.trainer` of a
             reward model of the session's model (as that was at first), on ranks of its own, under the session's name
-            and "-reward"; it is the trainer's `session`.
+            and "-reward"; it is the trainer's `session`. With it `heads`, `pooling` and `probing_layer` as of
+            `rb.RewardModel`.
         data: what a method on texts trains on: rows, a file, a dataset as `rb.data.demonstrations` ("sft"), `pairs` or
             `labelled` ("kto") reads them, a batch of these, or a stream of one. The trainer keeps the place.
         eval_data: texts that are held out, likewise: of `trainer.evaluate()` and `eval_steps`.
@@ -172,9 +173,10 @@ def trainer(
 def _reward_model(core: SessionCore, given: dict[str, Any], options: dict[str, Any]) -> RewardModel:
     """Find the reward model that goes with a session, or make one of the session's model; texts are read into `given`,
     and `options` looked at, before anything is started."""
-    from rlbench.trainers.options.methods import REWARD, method_options, of_writing
+    from rlbench.trainers.options.methods import OF_REWARD_RUNS, REWARD, method_options, of_writing
 
     writing = of_writing(options)
+    head = {name: options.pop(name) for name in OF_REWARD_RUNS if name in options}
     method_options(REWARD, options)
     for name in ("data", "eval_data"):
         if given[name] is not None:
@@ -183,7 +185,7 @@ def _reward_model(core: SessionCore, given: dict[str, Any], options: dict[str, A
     if train.lora is not None:
         train = replace(train, lora=replace(train.lora, path=None))
     seed, undo = core.options.seed, core.options.undo
-    return RewardModel(core.options.model, f"{core.name}-{REWARD}", train=train, seed=seed, undo=undo)
+    return RewardModel(core.options.model, f"{core.name}-{REWARD}", train=train, seed=seed, undo=undo, **head)
 
 
 def _teacher(core: SessionCore, given: Any) -> Any:

@@ -244,6 +244,11 @@ def test_pairs_stand_side_by_side(tokenizer: Any) -> None:
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "row 1: its margin is 'x'"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "row 1: its margin is nan"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1.0}, "row 0: it has no margin"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "heads": {"tone": "A"}}, "row 0: it has no heads, and others"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "heads": {"tone": "choosen"}}, "of 'tone'; nearest: chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "heads": {"tone": 2}}, "say 2 of 'tone': wanted"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "heads": {"tone": None}}, "say nothing of any head"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "heads": ["tone"]}, "its heads are a list"),
         ({"chosen": [USER, TURNS[2]], "rejected": [TURNS[1], TURNS[2]]}, "row 1: its prompt is empty"),
         ({"prompt": "a", "chosen": "b" * 3000, "rejected": "c"}, "1 of 2 rows would be cut"),
     ],
@@ -251,6 +256,29 @@ def test_pairs_stand_side_by_side(tokenizer: Any) -> None:
 def test_what_is_no_pair_is_refused_with_its_row(tokenizer: Any, row: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         rb.data.pairs([{"prompt": "a", "chosen": "b", "rejected": "c"}, row], tokenizer)
+
+
+def test_pairs_say_of_each_head_which_response_is_better(tokenizer: Any, tmp_path: Any) -> None:
+    said = [{"tone": "chosen", "length": "rejected"}, {"tone": "C", "facts": -1}, '{"length": "B", "tone": null}']
+    rows = [{"prompt": "sort 21", "chosen": f"1{i}", "rejected": "21", "heads": one} for i, one in enumerate(said)]
+    batch = rb.data.pairs(rows, tokenizer)
+    assert batch.verdicts.heads == ("tone", "length", "facts")
+    nan = np.nan
+    expected = np.array([[1, -1, nan], [0, nan, -1], [nan, -1, nan]])
+    np.testing.assert_array_equal(batch.verdicts.values, expected.repeat(2, axis=0))
+    back = type(batch).from_parquet(batch.to_parquet(tmp_path / "pairs.parquet"))
+    assert back.verdicts.heads == batch.verdicts.heads
+    np.testing.assert_array_equal(back.verdicts.values, batch.verdicts.values)
+    joined = rb.data.join(batch[4:], rb.data.pairs([{**rows[0], "heads": {"style": 1}}], tokenizer))
+    assert joined.verdicts.heads == ("tone", "length", "facts", "style")
+    np.testing.assert_array_equal(joined.verdicts.values[::2], [[nan, -1, nan, nan], [nan, nan, nan, 1]])
+    with pytest.raises(DataError, match="only some of the batches judge heads"):
+        rb.data.join(batch, rb.data.pairs([{key: rows[0][key] for key in ("prompt", "chosen", "rejected")}], tokenizer))
+    assert batch.select(lambda row: "facts" in row.verdicts).pair.tolist() == [1, 1]
+    np.testing.assert_allclose(batch.verdicts.weighed().weights, [3 / 2, 3 / 2, 3])
+    assert batch.stream().state() != batch.replace(verdicts=batch.rows([2, 3, 0, 1, 4, 5]).verdicts).stream().state()
+    with pytest.raises(LossError, match="judge 'length', a head that the reward model lacks; nearest: lengths"):
+        batch.verdicts.of_heads(["tone", "lengths", "facts"])
 
 
 def test_labelled_responses_stand_beside_one_after_another_prompt(tokenizer: Any) -> None:

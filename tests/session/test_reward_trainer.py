@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import rlbench as rb
-from rlbench.errors import DataError, LossError, SessionError
+from rlbench.errors import BuildError, DataError, LossError, SessionError
+from rlbench.notebook.cards.data_views import batch_card
+from rlbench.notebook.cards.result_views import pair_evaluation_card
 from rlbench.options import OptionError
 from tests.session.session_trainers import checksum
-from tests.session.test_reward_model import by_transformers, comparisons, tokens_of
+from tests.session.test_reward_model import by_transformers, comparisons, hinge, tokens_of
 
 pytestmark = pytest.mark.engine
 SIZE, NAME = 32, "judges"
@@ -72,17 +74,60 @@ def test_what_it_saves_beside_a_checkpoint_is_a_classifier_with_its_scores(
     np.testing.assert_allclose(found, rollouts.score(rm).rewards, atol=1e-4)
 
 
-def test_a_session_makes_one_of_its_model_and_finds_it_again(session: Any) -> None:
+def test_a_session_makes_one_of_its_model_and_finds_it_again(session: Any, tmp_path: Path) -> None:
     rows = comparisons(64, seed=1)
     with pytest.raises(DataError, match="no rows"):
         session.trainer("reward", data=[])
     assert f"{session.name}-reward" not in [one["name"] for one in rb.sessions()], "nothing was started"
-    trainer = session.trainer("reward", data=rows, lr=1e-3, **OPTIONS)
+    heads = {"digits": 0.75, "length": 0.25}
+    said = [
+        {**row, "heads": {"digits": "chosen", **({"length": "tie"} if i % 2 else {})}} for i, row in enumerate(rows)
+    ]
+    loss = rb.rl.log_exp(ties=0.01)
+    trainer = session.trainer("reward", data=said, loss=loss, lr=1e-3, heads=heads, **OPTIONS)
     with trainer.session as made:
         assert isinstance(made, rb.RewardModel) and made.name == f"{session.name}-reward"
         trainer.fit(2)
-        again = session.trainer("reward", data=rows, **OPTIONS)
+        again = session.trainer("reward", data=said, loss=loss, heads=heads, **OPTIONS)
         assert again.session.step == made.step == 2 and again.step()["step"] == 3
+        several_heads(again.session, said, session, tmp_path)
+
+
+def several_heads(rm: Any, said: Any, session: Any, folder: Path) -> None:
+    """What a reward model of several heads says of pairs, of rollouts, and once it is saved."""
+    pairs = rb.data.pairs(said, rm)
+    found, digits, length = rm.evaluate(pairs), rm.scores(pairs, head="digits"), rm.scores(pairs, head="length")
+    np.testing.assert_allclose(rm.scores(pairs), 0.75 * digits + 0.25 * length, atol=1e-5)
+    assert list(found.heads) == ["digits"] and int(found.tied.sum()) == 32, "of length there are ties alone"
+    assert found.heads["digits"].accuracy == pytest.approx((digits[::2] > digits[1::2]).mean())
+    assert found.metrics()["eval/reward_accuracy/digits"] == found.accuracy and "digits" in repr(found)
+    assert "by digits, length" in batch_card(pairs).text() and "digits" in pair_evaluation_card(found).text()
+    rollouts = session.rollout(["sort 21:", "sort 312:"], n=2, max_tokens=8, progress=False)
+    scored = rollouts.score(rm)
+    assert scored.components.keys() == {"digits", "length"}
+    np.testing.assert_allclose(
+        scored.rewards, 0.75 * scored.components["digits"] + 0.25 * scored.components["length"], atol=1e-5
+    )
+    mixed = rollouts.score(rb.rewards.weighted({"judge": (rm.frozen(), 2.0)}))
+    np.testing.assert_allclose(mixed.components["judge/length"], scored.components["length"], atol=1e-4)
+    for asked, error, message in (
+        ({"heads": {"digts": "chosen"}}, LossError, "nearest: digits"),
+        ({"heads": {"digits": "tie"}}, DataError, "all pairs are ties"),
+    ):
+        with pytest.raises(error, match=message):
+            rm.evaluate(rb.data.pairs([{**said[0], **asked}], rm))
+    with pytest.raises(DataError, match="no head 'digit'; nearest: digits"):
+        rm.scores(pairs, head="digit")
+    with pytest.raises(LossError, match=r"reads no inputs\.verdicts"):
+        rm.train_step(pairs[:8], loss=hinge)
+    with pytest.raises(LossError, match=r"reads no inputs\.verdicts"):
+        session.train_step(rb.data.pairs(said[:4], session), loss="simpo")
+    plain = rm.forward_backward(pairs[:8].replace(verdicts=None), loss=hinge)  # of the sum
+    rm.zero_grad()
+    assert np.isfinite(plain["loss"])
+    rm.save(str(folder / "rm"))
+    with pytest.raises(BuildError, match="a head 'length' too"):
+        rb.RewardModel(str(folder / "rm"), heads=["digits"])
 
 
 def test_mistakes_are_told_where_they_are_made(rm: Any, session: Any) -> None:

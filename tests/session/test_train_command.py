@@ -496,8 +496,9 @@ def test_a_run_distils_from_its_teacher_and_another_trains_a_reward_model(place:
     assert [one["iteration"] for one in distilled] == [1, 2] and distilled[0]["reward"] == 0
     assert abs(distilled[0]["rollout_ref_kl"]) < 1e-4, "policy and teacher are one yet"
     files = ("--save_steps", "-1", "--save_hf_ckpt", "--save_path", "saved", "--ckpt_path", "kept", "--shards", "2")
-    files = (*files, "--pooling", "attention", "--probing_layer", "1")
+    files = (*files, "--pooling", "attention", "--probing_layer", "1", "--heads_types", "right=0.75", "brief=0.25")
     compared = done("reward", "--train_batch_size", "32", "--eval_steps", "2", "--loss", "log_exp()", *files)
     assert 0 <= compared[1]["eval/reward_accuracy"] <= 1 and compared[0]["loss"] > 0
     saved = json.loads((place.folder / "saved" / "global_step2_hf" / "config.json").read_text())
-    assert saved["scalar_head"] == {"pooling": "attention", "probing_layer": 1}
+    heads = {"right": 0.75, "brief": 0.25}
+    assert saved["scalar_head"] == {"pooling": "attention", "probing_layer": 1, "heads": heads}

@@ -52,13 +52,14 @@ OTHER_VALUES: dict[str, str] = {
     "loss": "dapo",
     "pooling": "attention",
     "probing_layer": "3",
+    "heads": "quality style",
     "template": '{"mood":"!"}',
     "tools": '[{"name":"look"}]',
     "no_signal": "skip",
     "reward_failures": "0.5",
 }
 OF_TEXTS = ("data", "max_length", "token_budget")
-OF_REWARDS = ("pooling", "probing_layer")
+OF_REWARDS = ("pooling", "probing_layer", "heads")
 
 
 REFUSED_WHEN_SET = {"fsdp", "zero_stage", "zpg", "grad_accum_dtype", "overlap_comm", "local_rank"}

@@ -20,7 +20,7 @@ from rlbench.trainers.options.methods import METHODS, TEXTS, method_options, wit
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.run_config import CLASSES, DEFAULTS, HOMES, RunConfig, parse
 from rlbench.trainers.options.run_options import RunOptions
-from tests.trainers.command_lines import REFUSED_WHEN_SET, method_of, run, words
+from tests.trainers.command_lines import OF_REWARDS, REFUSED_WHEN_SET, method_of, run, words
 
 REFERENCE_FLAGS = """
 engine_tp_size engine_mem_util enable_engine_sleep disable_engine_sleep packing_samples sp_size fsdp use_mp_opt
@@ -173,15 +173,16 @@ def test_other_names_mean_the_same_and_both_at_once_are_refused(alias: str, name
         line, value = [f"--{alias}", '{"mood": "!"}'], {"mood": "!"}
     else:
         value = {"shards": 2, "aggregation": "token-mean", "betas": (0.5, 0.5), "packing": True, "lora_targets": ("k",)}
-        value |= {"gradient_checkpointing_use_reentrant": True}
+        value |= {"gradient_checkpointing_use_reentrant": True, "heads": ("quality", "style")}
         value = value.get(name, 7)
         line = [f"--{alias}", *(map(str, value) if isinstance(value, tuple) else [] if value is True else [str(value)])]
     if name == "lora_base":
         line += ["--lora_rank", "4"]
-    held = run(*line).value(name)
+    method = "reward" if name in OF_REWARDS else "grpo"
+    held = run(*line, method=method).value(name)
     assert held == SWITCHES.get(alias, {True: value})[True] != DEFAULTS[name]
     with pytest.raises(OptionError, match=f"{name} is given twice"):
-        RunConfig.load("grpo", None, {alias: value, name: held})
+        RunConfig.load(method, None, {alias: value, name: held})
 
 
 def test_the_engine_sleeps_unless_it_is_disabled(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from rlbench.data.base.drawing import needed
 from rlbench.data.base.ragged import Ragged, chosen_rows
 from rlbench.data.batches.columns import as_column
+from rlbench.data.batches.verdicts import Verdicts
 from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage, counted_from
 from rlbench.data.prompts.placing import KINDS, by_kind
@@ -38,7 +39,8 @@ class TrainBatch(Suggesting):
     `responses.values`; `sampler_logprobs` are NaN where no policy sampled the token, as of texts. Per sequence:
     `rewards` float64 or None, `group` int32, `weight_version` int64, -1 where no policy of the session sampled it.
     Where responses were compared: `preference` int8, 1 the better one, -1 the other, 0 one that is judged neither way;
-    `pair` int32, one number for the two of a pair, which go through one micro-batch, -1 for none; `margin` float32.
+    `pair` int32, one number for the two of a pair, which go through one micro-batch, -1 for none; `margin` float32;
+    `verdicts`: what pairs say of each head of a reward model, in place of which one is better; None: of none.
     `temperature` is the sampler's: the trainer divides its logits by it, so that both speak of one distribution.
     `reshaped_by`: other sampling options, as `top_p=0.9`, that make `sampler_logprobs` those of another distribution.
     `images`: of each sequence, in order: those that stand at its first placeholder tokens, as a prompt's do, then each
@@ -61,6 +63,7 @@ class TrainBatch(Suggesting):
     preference: np.ndarray | None = None
     pair: np.ndarray | None = None
     margin: np.ndarray | None = None
+    verdicts: Verdicts | None = None
     temperature: float = 1.0
     reshaped_by: tuple[str, ...] = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class TrainBatch(Suggesting):
             for name in names:
                 if (value := getattr(self, name)) is not None and value.shape != (count,):
                     raise DataError(f"{name} has shape {value.shape} for {count} {what}")
-        for name in KINDS:
+        for name in (*KINDS, "verdicts"):
             if (held := getattr(self, name)) is not None and len(held) != len(self):
                 raise DataError(f"{name} of {len(held)} sequences for {len(self)}")
         if self.routing is not None and not np.array_equal(self.routing.lengths, self.lengths):
@@ -163,6 +166,7 @@ class TrainBatch(Suggesting):
         for name in KINDS:
             held = getattr(self, name)
             chosen[name] = None if held is None else tuple(held[row] for row in rows.tolist())
+        chosen["verdicts"] = None if self.verdicts is None else self.verdicts.rows(rows)
         chosen["routing"] = None if self.routing is None else self.routing.take(rows)
         chosen["columns"] = {name: self.responses.pick(value, rows) for name, value in self.columns.items()}
         return replace(self, prompts=self.prompts.take(rows), responses=self.responses.take(rows), **chosen)
@@ -175,8 +179,8 @@ class TrainBatch(Suggesting):
         """Return the sequences for which `keep` holds: (B,) booleans, a function of one sequence, or their numbers.
 
         `lambda row: row.reward > 0 and len(row.response) < 512`: `index`, `prompt`, `response`, `group`,
-        `weight_version`, `reward`, `truncated`, `preference`, `pair`, `margin`, and the per-token fields and columns
-        over the response.
+        `weight_version`, `reward`, `truncated`, `preference`, `pair`, `margin`, `verdicts` by head, and the per-token
+        fields and columns over the response.
         """
         return self.rows(chosen_rows(keep, len(self), lambda: map(self._row, range(len(self)))))
 
@@ -191,6 +195,7 @@ class TrainBatch(Suggesting):
         fields: dict[str, Any] = {name: value[span] for name, value in self.columns.items()}
         fields |= {name: None if (held := getattr(self, name)) is None else held[span] for name in PER_TOKEN}
         fields |= {name: None if (held := getattr(self, name)) is None else held[i].item() for name in PER_ROW}
+        fields["verdicts"] = None if self.verdicts is None else self.verdicts.said(i)
         return SimpleNamespace(
             index=i, prompt=self.prompts[i], response=self.responses[i], reward=fields.pop("rewards"), **fields
         )

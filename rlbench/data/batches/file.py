@@ -3,7 +3,7 @@
 One row per sequence: `prompt_token_ids`, `token_ids` and each per-token field as lists, each per-sequence field as a
 number; a column (tokens, K) as K numbers a token, one after another, in the list `column/NAME`; `images` as lists of
 their bytes, `images_at` beside them (`data.prompts.image_columns`), `videos` and `sounds` likewise; `routing`, the
-experts of each token of prompt and response, layer by layer.
+experts of each token of prompt and response, layer by layer; `verdict/HEAD`, what a pair says of that head.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rlbench.data.base.arrow import (
 )
 from rlbench.data.base.drawing import needed
 from rlbench.data.batches.batch import PER_ROW, PER_TOKEN, TrainBatch
+from rlbench.data.batches.verdicts import Verdicts
 from rlbench.data.prompts.image_columns import image_columns, media_columns, read_images, read_media
 from rlbench.data.prompts.placing import KINDS
 from rlbench.errors import DataError
@@ -51,9 +52,13 @@ def write_batch(batch: TrainBatch, path: str | Path) -> Path:
     for name in LISTED:
         if (held := getattr(batch, name)) is not None:
             columns |= media_columns(name, held)
+    if batch.verdicts is not None:
+        columns |= {f"verdict/{name}": batch.verdicts.values[:, i] for i, name in enumerate(batch.verdicts.heads)}
     wide, of_columns = wide_columns(batch.columns, batch.responses)
     facts = {"format": FORMAT, "dtypes": dtypes, "columns": of_columns, "key": batch.key}
     facts |= {"temperature": batch.temperature, "reshaped_by": batch.reshaped_by}
+    if batch.verdicts is not None:
+        facts["heads"] = batch.verdicts.heads
     if batch.routing is not None:
         wide["routing"], facts["routing"] = wide_column(batch.routing)
     return write_own(needed("pyarrow", "to_parquet()").table(columns | wide), path, "batch", facts)
@@ -76,6 +81,9 @@ def read_batch(path: str | Path) -> TrainBatch:
         for name in LISTED:
             if name in table.column_names:
                 fields[name] = tuple(read_media(table, name, KINDS[name]))
+        if heads := tuple(facts.get("heads", ())):
+            said = [table[f"verdict/{name}"].to_numpy().astype(np.float32) for name in heads]
+            fields["verdicts"] = Verdicts(heads, np.stack(said, axis=1))
         if "routing" in facts:
             fields["routing"] = read_wide_column(table["routing"], facts["routing"])
         batch = TrainBatch(**fields, columns=read_wide(table, facts.get("columns", {})))

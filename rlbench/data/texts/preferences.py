@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.batches.batch import TrainBatch, of_texts
+from rlbench.data.batches.verdicts import Verdicts, verdicts_of
+from rlbench.data.prompts.cells import without_nulls
 from rlbench.data.prompts.prompt import is_chat, plain_content
 from rlbench.data.prompts.sources import Row
 from rlbench.data.texts.rendering import Rendered, Renderer
-from rlbench.data.texts.rows import Reading, column, images_in, shows_options, split_at_response
+from rlbench.data.texts.rows import Made, Reading, column, images_in, shows_options, split_at_response
 from rlbench.errors import DataError
 
-Pair = tuple[Rendered, Rendered, float | None]
+Pair = tuple[Rendered, Rendered, float | None, dict[str, float] | None]
 
 
 @shows_options
@@ -24,7 +26,9 @@ def pairs(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
 
     A row has `prompt`, `chosen` and `rejected`, texts or messages; where `chosen` and `rejected` are whole chats, what
     they begin with alike is the prompt, and none needs to be given. `margin`, a number, says how much better the chosen
-    one is: all rows have one, or none. The arguments are those of `rb.data.demonstrations`.
+    one is: all rows have one, or none. `heads` says for a reward model of several heads which response is the better
+    one in each respect, in all rows or none: {"quality": "chosen", "brevity": "rejected", "style": "tie"}; what it does
+    not name it says nothing of. The arguments are those of `rb.data.demonstrations`.
 
     Returns:
         Two sequences per row, chosen, rejected, chosen, …: cut it between pairs. Both go through one micro-batch.
@@ -32,14 +36,13 @@ def pairs(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
     reading = Reading.of(options, "pairs")
     renderer = reading.renderer(tokenizer)
     indices, made = reading.made(rows, lambda row: _pair(row, reading, renderer))
-    kept = reading.fitting([max(len(c.tokens), len(r.tokens)) for c, r, _ in made], indices, renderer)
-    margins = [made[i][2] for i in kept]
-    if any(m is None for m in margins) and any(m is not None for m in margins):
-        lacking = indices[kept[[m is None for m in margins].index(True)]]
-        raise DataError(f"row {lacking}: it has no margin, and others have: give all one, or none")
+    kept = reading.fitting([max(len(c.tokens), len(r.tokens)) for c, r, *_ in made], indices, renderer)
+    rows_kept = [indices[i] for i in kept]
+    margins = _of_all("margin", [made[i][2] for i in kept], rows_kept)
+    said = _of_all("heads", [made[i][3] for i in kept], rows_kept)
     both = [one for i in kept for one in made[i][:2]]
-    weighed = None if margins[0] is None else margins
-    return of_pairs(*split_at_response(both), margins=weighed, images=images_in(both))  # type: ignore[arg-type]
+    verdicts = None if said is None else Verdicts.of(said)
+    return of_pairs(*split_at_response(both), margins=margins, images=images_in(both), verdicts=verdicts)
 
 
 def of_pairs(
@@ -119,7 +122,16 @@ def _pair(row: Row, reading: Reading, renderer: Renderer) -> Pair:
     other = reading.continued(renderer, prompt, rejected, "rejected", tools, images)
     if np.array_equal(one.tokens, other.tokens):
         raise DataError("its chosen and rejected responses are the same")
-    return one, other, _margin(row)
+    return one, other, _margin(row), verdicts_of(without_nulls(row.get("heads")))
+
+
+def _of_all(name: str, values: Sequence[Made | None], rows: Sequence[int]) -> list[Made] | None:
+    """Return what all rows have; None where none has it. Raises DataError where only some do."""
+    known = [value for value in values if value is not None]
+    if known and len(known) < len(values):
+        lacking = rows[[value is None for value in values].index(True)]
+        raise DataError(f"row {lacking}: it has no {name}, and others have: give all one, or none")
+    return known or None
 
 
 def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -25,7 +25,7 @@ from rlbench.errors import DataError, nearest
 OnLong = Literal["raise", "report"]
 READ = ("prompt", "completion", "messages", "chosen", "rejected")
 """Columns of texts or messages."""
-MAY_HAVE = ("tools", "margin", *IMAGE_COLUMNS)
+MAY_HAVE = ("tools", "margin", "heads", *IMAGE_COLUMNS)
 """Columns that rows need not have."""
 Made = TypeVar("Made")
 Maker = TypeVar("Maker", bound=Callable[..., Any])

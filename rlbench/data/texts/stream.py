@@ -113,6 +113,8 @@ class _Units:
         digest = hashlib.sha256(self._batch.key.encode())
         for part in (self._batch.mask, self._batch.preference, self._batch.pair):
             digest.update(b"" if part is None else np.ascontiguousarray(part).tobytes())
+        if (said := self._batch.verdicts) is not None:
+            digest.update(repr(said.heads).encode() + np.ascontiguousarray(said.values).tobytes())
         return digest.hexdigest()[:16]
 
 

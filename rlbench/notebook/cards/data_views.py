@@ -116,6 +116,8 @@ def _compared(batch: TrainBatch) -> str:
     counts = {sign: int((batch.preference == sign).sum()) for sign in (1, -1, 0)}
     pairs = "" if batch.pair is None else f"{len(np.unique(batch.pair[batch.pair >= 0]))} pairs · "
     other = f" · {counts[0]} neither, after other prompts" if counts[0] else ""
+    if batch.verdicts is not None:
+        return f"{pairs}by {', '.join(batch.verdicts.heads)}"
     return f"{pairs}{counts[1]} preferred, {counts[-1]} not{other}"
 
 

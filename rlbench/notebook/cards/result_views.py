@@ -174,14 +174,16 @@ def _interval(low: float, high: float) -> str:
 def pair_evaluation_card(evaluation: Any) -> Card:
     """How often the better response scores higher, how sure that is, and whether confidence and accuracy agree."""
     low, high = evaluation.interval
-    pairs = format_number(len(evaluation.right))
+    count = format_number(len(evaluation.right))
+    counted_as = "verdicts" if evaluation.heads else "pairs"
     rows = {
         "accuracy": f"{evaluation.accuracy:.3f} · 95 %: {low:.3f} to {high:.3f}",
         "margin": f"{format_number(evaluation.margin)} · log loss {format_number(evaluation.log_loss)} nats",
         "calibration error": f"{evaluation.calibration_error:.3f} · mean distance of confidence and accuracy",
+        "heads": " · ".join(f"{name} {own.accuracy:.3f}" for name, own in evaluation.heads.items()),
         "ties": f"{int(evaluation.tied.sum())}, neither right nor wrong" if evaluation.tied.any() else "",
     }
-    card = _listed("reward model, evaluation", (f"{pairs} pairs", _version(evaluation)), rows)
+    card = _listed("reward model, evaluation", (f"{count} {counted_as}", _version(evaluation)), rows)
     return replace(card, chart=evaluation.plot())
 
 

@@ -153,7 +153,8 @@ def session_options(config: RunConfig, on_gpu: bool) -> dict[str, Any]:
         policy["bf16"] = options.bf16
         engine["dtype"] = "bfloat16" if options.bf16 else "float32"
     asked = {"pooling": run.pooling, "probing_layer": run.probing_layer}  # of a reward model alone
-    head = {name: value for name, value in asked.items() if value is not None}
+    head: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    head |= {"heads": run.heads} if run.heads else {}
     made = {"train": Train(**policy), "inference": Inference(**engine), "seed": options.seed}
     return {"model": run.pretrain, **made, **head}
 

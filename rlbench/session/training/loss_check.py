@@ -44,6 +44,10 @@ OF_A_POLICY = (
 NO_TEACHER = (
     "needs a teacher's log-probs, and the batch has none: session.teacher(model).score(batch) gives a batch with them"
 )
+UNJUDGED = (
+    "reads no inputs.verdicts, and the pairs say of each head which response is better: train an rb.RewardModel of "
+    "these heads, or batch.replace(verdicts=None) takes `chosen` for the better one"
+)
 UNTOUCHED = "Engines are untouched."
 
 
@@ -105,6 +109,8 @@ def ship(
         _try_update(copy, name, metrics)
     if read & {"chosen", "rejected"}:
         check_pairs(batch)
+    if batch.verdicts is not None and "verdicts" not in read:
+        raise LossError(f"`{name}` {UNJUDGED}. {UNTOUCHED}")
     check_sampled_as_trained(copy, name, batch.reshaped_by, "sampler_logprobs" in read, batch.sampled)
     needs_reference = has_reference and ("ref_logprobs" in read if declared is None else bool(declared))
     return ShippedLoss(name, blob, by_value.identity(resolved), needs_reference, source(resolved), needs, widths)
@@ -180,7 +186,11 @@ def trial_inputs(
     noise = 0.01 * torch.randn(inputs.logprobs.shape, generator=chance)
     entropy = torch.rand(inputs.logprobs.shape, generator=chance)
     if scored:
-        return replace(inputs, scores=(50 * noise).requires_grad_())
+        scores = (50 * noise).requires_grad_()
+        if part.verdicts is None:
+            return replace(inputs, scores=scores)
+        by_head = 0.5 * torch.randn((*noise.shape, len(part.verdicts.heads)), generator=chance)
+        return replace(inputs, scores=scores, head_scores=by_head.requires_grad_())
     made = replace(inputs, logprobs=inputs.logprobs + noise, entropy=entropy)
     for one in sources_of_gradient(made):
         one.requires_grad_()
@@ -254,7 +264,9 @@ def _try_update(loss: Loss, name: str, metrics: Mapping[str, Any]) -> None:
     from rlbench.trainers.passes.metrics import own_name
     from rlbench.trainers.update.loss_state import updated_state
 
-    said = {own_name(key): float(torch.as_tensor(value).float().mean()) for key, value in metrics.items()}
+    said = {
+        own_name(key): float(torch.as_tensor(value).float().nanmean().nan_to_num()) for key, value in metrics.items()
+    }
     standard = dict.fromkeys(("loss", "tokens", "entropy", "kl"), 1.0)
     try:
         updated_state(loss, loss.state, standard | said)  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from rlbench.errors import DataError, Suggesting
 from rlbench.session.core import SessionCore
 from rlbench.session.training.reward_steps import ask_scores, up_to_the_end
 from rlbench.session.training.statistics import wilson_interval
-from rlbench.session.training.text_data import compared
+from rlbench.session.training.text_data import compared, heads_known
 
 BINS = 10
 
@@ -35,7 +35,8 @@ class PairEvaluation(Suggesting):
     """Scores of the chosen and the rejected response of each pair, (P,) float64 each, in the order of the batch.
 
     `tied` (P,) bool: pairs that were rated equal (margin 0), which are neither right nor wrong; `version`: of the
-    weights that scored; `bins`: how many there are of confidence.
+    weights that scored; `bins`: how many there are of confidence. Of pairs that judge heads there is one entry for each
+    verdict, by a head's own scores of the response that is better there and of the other; `heads`: those of each head.
     """
 
     chosen: np.ndarray
@@ -43,6 +44,7 @@ class PairEvaluation(Suggesting):
     tied: np.ndarray
     version: int
     bins: int = BINS
+    heads: Mapping[str, PairEvaluation] = field(default_factory=dict)
 
     @property
     def right(self) -> np.ndarray:
@@ -86,10 +88,13 @@ class PairEvaluation(Suggesting):
         """Expected calibration error: mean over pairs of |confidence - accuracy| of their bin (arXiv 1706.04599)."""
         return sum(b.pairs * abs(b.confidence - b.accuracy) for b in self.reliability) / len(self.right)
 
+    def _found(self) -> dict[str, float]:
+        return {"reward_accuracy": self.accuracy, "reward_margin": self.margin, "loss": self.log_loss}
+
     def metrics(self) -> dict[str, float]:
         """Return what the record and trackers keep of it, by the names a step has for it."""
-        found = {"reward_accuracy": self.accuracy, "reward_margin": self.margin, "loss": self.log_loss}
-        return {f"eval/{name}": value for name, value in found.items()}
+        by_head = {f"{name}/{head}": v for head, own in self.heads.items() for name, v in own._found().items()}
+        return {f"eval/{name}": value for name, value in (self._found() | by_head).items()}
 
     def samples(self) -> dict[str, Rollouts]:
         """Nothing was sampled."""
@@ -105,8 +110,10 @@ class PairEvaluation(Suggesting):
     def __repr__(self) -> str:
         low, high = self.interval
         ties = f", {int(self.tied.sum())} ties aside" if self.tied.any() else ""
+        ties += "".join(f", {name} {own.accuracy:.3f}" for name, own in self.heads.items())
+        what = "verdicts" if self.heads else "pairs"
         return (
-            f"PairEvaluation(accuracy {self.accuracy:.3f} [{low:.3f}, {high:.3f}] of {len(self.right)} pairs{ties}; "
+            f"PairEvaluation(accuracy {self.accuracy:.3f} [{low:.3f}, {high:.3f}] of {len(self.right)} {what}{ties}; "
             f"margin {self.margin:.3g}, log loss {self.log_loss:.3g}, calibration error {self.calibration_error:.3f}; "
             f"v{self.version})"
         )
@@ -116,25 +123,45 @@ def evaluate(core: SessionCore, pairs: TrainBatch, *, bins: int = BINS) -> Gener
     """Compare the scores of pairs that were not trained on; nothing is changed.
 
     Args:
-        pairs: of `rb.data.pairs(rows, rm)`, or of `rollouts.pairs(by=…)`. Those with a margin of 0 are ties.
+        pairs: of `rb.data.pairs(rows, rm)`, or of `rollouts.pairs(by=…)`. Those with a margin of 0 are ties. Where they
+            judge heads, each head is compared by what is said of it.
         bins: of confidence, for the calibration.
 
     Returns:
-        A `PairEvaluation`: `accuracy` with its `interval`, `margin`, `log_loss`, `calibration_error`, `reliability`.
+        A `PairEvaluation`: `accuracy` with its `interval`, `margin`, `log_loss`, `calibration_error`, `reliability`;
+        and one for each of `heads`.
     """
     if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
         raise DataError(f"evaluate: bins={bins!r}: a whole number from 1 on")
-    batch = compared(pairs, "evaluate")
+    batch = compared(pairs, "evaluate", heads_known(core))
     check_pairs(batch)
     assert batch.pair is not None and batch.preference is not None
-    tied = np.zeros(len(batch), bool) if batch.margin is None else batch.margin == 0
     sides = [np.flatnonzero((batch.preference == sign) & (batch.pair >= 0)) for sign in (1, -1)]
     chosen, rejected = (rows[np.argsort(batch.pair[rows], kind="stable")] for rows in sides)
-    if tied[chosen].all():
-        raise DataError("evaluate: all pairs are ties (margin 0), so none can be right")
+    said = None if batch.verdicts is None else batch.verdicts.values[chosen]
+    tied = np.zeros(len(chosen), bool) if batch.margin is None else batch.margin[chosen] == 0
+    if tied.all() if said is None else not np.isin(said, (1, -1)).any():
+        raise DataError("evaluate: all pairs are ties, so none can be right")
     version = core.version
-    scores = np.asarray((yield ask_scores(core, *up_to_the_end(batch))), np.float64)
+    found = yield ask_scores(core, *up_to_the_end(batch))
+    scores = np.asarray(found.values if said is None else found.heads, np.float64)
     if not np.isfinite(scores).all():
         bad = int((~np.isfinite(scores)).sum())
-        raise DataError(f"evaluate: {bad} of {len(scores)} scores are not finite: rm.undo() takes the last step back")
-    return PairEvaluation(scores[chosen], scores[rejected], tied[chosen], version, bins)
+        raise DataError(f"evaluate: {bad} of {scores.size} scores are not finite: rm.undo() takes the last step back")
+    if said is None:
+        return PairEvaluation(scores[chosen], scores[rejected], tied, version, bins)
+    return _by_head(batch.verdicts.heads, scores[chosen], scores[rejected], said, version, bins)  # type: ignore[union-attr]
+
+
+def _by_head(
+    heads: tuple[str, ...], one: np.ndarray, other: np.ndarray, said: np.ndarray, version: int, bins: int
+) -> PairEvaluation:
+    """Judge each head, and all verdicts together; scores and verdicts are (P, heads)."""
+    better, worse = np.where(said < 0, other, one), np.where(said < 0, one, other)
+    parts = {}
+    for i, name in enumerate(heads):
+        rows = ~np.isnan(said[:, i])
+        if (said[rows, i] != 0).any():  # of a head that has ties alone none can be right
+            parts[name] = PairEvaluation(better[rows, i], worse[rows, i], said[rows, i] == 0, version, bins)
+    known = ~np.isnan(said)
+    return PairEvaluation(better[known], worse[known], said[known] == 0, version, bins, parts)

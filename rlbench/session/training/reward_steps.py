@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
 from rlbench.data.record.metrics import Metrics
 from rlbench.dispatch.chain import ChainStep
 from rlbench.dispatch.pending import Pending
-from rlbench.errors import DataError
+from rlbench.errors import DataError, nearest
 from rlbench.options import OptionError
 from rlbench.results import ExportedModel
 from rlbench.session.core import SessionCore
@@ -23,7 +23,7 @@ from rlbench.session.state.checkpoints import start_export
 from rlbench.session.training import steps
 from rlbench.session.training.make_trainer import text_trainer
 from rlbench.session.training.session_trainer import TextTrainer
-from rlbench.session.training.text_data import compared, told
+from rlbench.session.training.text_data import compared, heads_known, told
 from rlbench.trainers.options.methods import REWARD
 from rlbench.trainers.update.options import PolicyOptions
 
@@ -41,9 +41,11 @@ def train_step(
     """Exactly one optimizer step of the reward model on pairs.
 
     Args:
-        pairs: of `rb.data.pairs(rows, rm)`, or of `rollouts.pairs(by=…)`.
+        pairs: of `rb.data.pairs(rows, rm)`, or of `rollouts.pairs(by=…)`. Where they judge heads, each head is trained
+            by the pairs that say something of it; other pairs train the weighted sum.
         loss: `rb.rl.bradley_terry(centering=0.01)`, `"log_exp"`, `rb.rl.hps(…)`; or a function `(LossInputs) ->
-            (per_token, metrics)` of `inputs.chosen.scores` and `inputs.rejected.scores`, or of `inputs.scores`.
+            (per_token, metrics)` of `inputs.chosen.scores` and `inputs.rejected.scores`, or of `inputs.scores`; of
+            pairs that judge heads, of `head_scores` and `verdicts` there.
         aggregation, token_budget, packing, lr: as of `Session.train_step`.
 
     Returns:
@@ -51,7 +53,7 @@ def train_step(
         gradients are cleared and the optimizer is untouched.
     """
     given = {"aggregation": aggregation, "token_budget": token_budget, "packing": packing, "lr": lr}
-    return (yield from steps.train_step(core, compared(pairs, "train_step"), loss, **given))
+    return (yield from steps.train_step(core, compared(pairs, "train_step", heads_known(core)), loss, **given))
 
 
 def forward_backward(
@@ -65,7 +67,9 @@ def forward_backward(
 ) -> Generator[ChainStep, Any, Metrics]:
     """Accumulate the gradient of `loss` on pairs; `optim_step()` uses it, `zero_grad()` drops it."""
     given = {"aggregation": aggregation, "token_budget": token_budget, "packing": packing}
-    return (yield from steps.forward_backward(core, compared(pairs, "forward_backward"), loss, **given))
+    return (
+        yield from steps.forward_backward(core, compared(pairs, "forward_backward", heads_known(core)), loss, **given)
+    )
 
 
 def trainer(
@@ -99,12 +103,16 @@ def trainer(
     return text_trainer(core, method, None, **given, **options)
 
 
-def scores(core: SessionCore, batch: TrainBatch) -> Generator[ChainStep, Any, np.ndarray]:
-    """The score of each sequence of a batch after its last trained token, (B,) float32."""
+def scores(core: SessionCore, batch: TrainBatch, head: str | None = None) -> Generator[ChainStep, Any, np.ndarray]:
+    """The score of each sequence of a batch after its last trained token, (B,) float32; `head`: that of one alone."""
+    heads = list(core.options.heads or ())
+    if head is not None and head not in heads:
+        has = f"it has {', '.join(heads)}" if heads else "it has one, without a name"
+        raise DataError(f"scores: the reward model has no head {head!r}{nearest(str(head), heads)}; {has}")
     if not isinstance(batch, TrainBatch) or not len(batch):
         raise DataError(f"scores wants a TrainBatch with sequences, got {told(batch)}: rb.data.pairs(rows, rm)")
     found = yield ask_scores(core, *up_to_the_end(batch))
-    return np.asarray(found, np.float32)
+    return np.asarray(found.values if head is None else found.heads[:, heads.index(head)], np.float32)
 
 
 def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[ChainStep, Any, ExportedModel]:
@@ -122,7 +130,7 @@ def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[Ch
 
 def ask_scores(core: SessionCore, rows: Sequence[Any], images: Sequence[Sequence[EncodedImage]]) -> Pending:
     """Ask the ranks for the score after the last token of rows of token ids, two each at least, and the images of each
-    that they have placeholders for, places counted from its first token; (B,) float32."""
+    that they have placeholders for, places counted from its first token; gives `Scores`."""
     short = [i for i, row in enumerate(rows) if len(row) < 2]
     if short:
         raise DataError(f"sequence {short[0]} has {len(rows[short[0]])} tokens: a prompt and a response are 2 at least")
@@ -134,8 +142,23 @@ def ask_scores(core: SessionCore, rows: Sequence[Any], images: Sequence[Sequence
     return core.train.call_all("policy_forward", batch, PolicyOptions(), finish=_scores, what="score")
 
 
-def _scores(parts: list[dict[str, Any]]) -> np.ndarray:
-    return np.asarray(rows_in_order(parts)["scores"].values)
+class Scores(NamedTuple):
+    """What a reward model says of B sequences: `values` (B,) float32, of several heads also theirs, `heads` (B, H)."""
+
+    values: np.ndarray
+    heads: np.ndarray | None
+
+    @property
+    def parts(self) -> list[list[float]]:
+        """What each head says of each sequence, or the one."""
+        found = self.values[:, None] if self.heads is None else self.heads
+        return np.asarray(found, np.float64).tolist()  # type: ignore[no-any-return]
+
+
+def _scores(parts: list[dict[str, Any]]) -> Scores:
+    found = rows_in_order(parts)
+    by_head = found.get("head_scores")
+    return Scores(np.asarray(found["scores"].values), None if by_head is None else np.asarray(by_head.values))
 
 
 def up_to_the_end(batch: TrainBatch) -> tuple[list[np.ndarray], list[tuple[EncodedImage, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from rlbench.data.batches.batch import NOT_SAMPLED
 from rlbench.errors import DataError, LossError, SessionError
 from rlbench.options import OptionError
 from rlbench.session.core import SessionCore
+from rlbench.session.options import SessionOptions
 from rlbench.session.training import trainer_places
 from rlbench.session.training.loss_check import ship
 from rlbench.trainers.options.methods import LOSSES, REWARD, TEXTS
@@ -71,12 +73,13 @@ def text_spec(
 def as_texts(method: str, data: Any, tokenizer: Any, **reading: Any) -> TrainBatch:
     """Return a batch as it is, or what the maker of a method's batches makes of rows, a file or a dataset."""
     if not isinstance(data, TrainBatch):
-        return MAKERS[TEXTS[method]](data, tokenizer, **reading)
+        made = MAKERS[TEXTS[method]](data, tokenizer, **reading)
+        return compared(made, "trainer", heads_known(tokenizer)) if method == REWARD else made
     if reading:
         raise OptionError(f"{next(iter(reading))} has no effect on a batch that is read already. Leave it out.")
     if not data.mask.any():
         raise DataError("the batch has no token to train on: its mask is all False")
-    return compared(data, "trainer") if method == REWARD else data
+    return compared(data, "trainer", heads_known(tokenizer)) if method == REWARD else data
 
 
 def texts_of(method: str, data: Any, tokenizer: Any, **reading: Any) -> TrainBatch | TextStream:
@@ -87,7 +90,7 @@ def texts_of(method: str, data: Any, tokenizer: Any, **reading: Any) -> TrainBat
         raise OptionError(f"{next(iter(reading))} has no effect on a stream that is read already. Leave it out.")
     if method == REWARD:
         data = data.copy()
-        data.batch = compared(data.batch, "trainer")
+        data.batch = compared(data.batch, "trainer", heads_known(tokenizer))
     return data
 
 
@@ -104,13 +107,22 @@ def _reference(core: SessionCore, given: str | bool | None) -> Any:
     return trainer_places.model_here("reference", found) if isinstance(found, str) else found
 
 
-def compared(pairs: Any, verb: str) -> TrainBatch:
-    """Return pairs as a reward model takes them: where the tokens came from, and how they were drawn, is no matter."""
+def heads_known(core: Any) -> tuple[str, ...] | None:
+    """Return the heads of a reward model's session, none of one without names; None: it is no reward model's."""
+    options = getattr(core, "options", None)
+    return tuple(options.heads or ()) if isinstance(options, SessionOptions) and options.kind == REWARD else None
+
+
+def compared(pairs: Any, verb: str, heads: Sequence[str] | None = None) -> TrainBatch:
+    """Return pairs as a reward model of these `heads` takes them: where the tokens came from, and how they were drawn,
+    is no matter. None: its heads are not known yet."""
     if not isinstance(pairs, TrainBatch) or not len(pairs):
         raise DataError(f"{verb} wants pairs, got {told(pairs)}: rb.data.pairs(rows, rm), or rollouts.pairs()")
     if pairs.pair is None:
         raise LossError(f"{verb}: the batch has no pairs to compare: rb.data.pairs(rows, rm), or rollouts.pairs()")
+    said = pairs.verdicts if pairs.verdicts is None or heads is None else pairs.verdicts.of_heads(heads)
     return pairs.replace(
+        verdicts=said,
         sampler_logprobs=np.full(pairs.tokens, np.nan, np.float32),
         old_logprobs=None,
         ref_logprobs=None,

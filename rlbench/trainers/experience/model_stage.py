@@ -17,7 +17,8 @@ from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.memory.offloading import reshard
 from rlbench.trainers.experience.over_ranks import agreed, check_stop
 from rlbench.trainers.models.policy_module import BasePolicy
-from rlbench.trainers.models.reward_heads import scores_of
+from rlbench.trainers.models.reward_heads import head_scores_of
+from rlbench.trainers.models.scalar_model import heads_of, in_all
 from rlbench.trainers.models.value_model import check_critic, values_of
 from rlbench.trainers.passes.forward import DUMMY, PolicyModel, evaluating
 
@@ -83,15 +84,18 @@ class ModelStage:
 
     def scores(
         self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str, images: Sequence[Any] = ()
-    ) -> np.ndarray:
-        """Return a local reward model's score of each sequence of token ids, with its images, (B,) float64.
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return a local reward model's score of each sequence of token ids, with its images, (B,) float64; of several
+        heads also theirs, by name.
 
         The model goes back to the host afterwards, so that only one is on the device.
         """
         with self._computing(model, send_away=True):
-            found = scores_of(model, sequences, self._strategy, self._micro_batch, images)
+            found = head_scores_of(model, sequences, self._strategy, self._micro_batch, images)
         check_stop(self._strategy.control, doing)
-        return found.double().numpy()
+        heads = heads_of(model)
+        by_head = {name: found[:, i].double().numpy() for i, name in enumerate(heads)}
+        return (in_all(model, found) if heads else found[:, 0]).double().numpy(), by_head
 
     def _each(
         self, model: nn.Module, batch: TrainBatch, width: int, doing: str, compute: Callable[[TrainBatch], Tensor]

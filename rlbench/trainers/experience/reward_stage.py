@@ -272,9 +272,9 @@ class Source:
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
             sequences, images = agreed(control, doing, lambda: sequences_of(self.reward, rollouts, tokenizer))
-            found = models.scores(self.reward, sequences, doing, images)
+            found, by_head = models.scores(self.reward, sequences, doing, images)
             agreed(control, doing, lambda: _check_finite(doing, found))
-            return found, {}
+            return found, by_head
         if not any(control.gather(rollouts.samples)):
             return np.zeros(0), {}
         scored, error = agreed(control, doing, lambda: _scored(self.reward, rollouts))

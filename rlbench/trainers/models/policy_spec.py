@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlbench.errors import BuildError
+from rlbench.errors import BuildError, nearest
 from rlbench.options import Options, section
 from rlbench.trainers.models.lora import Lora
 
@@ -61,12 +61,14 @@ class RewardSpec(PolicySpec, kw_only=False):
     """A reward model from a causal language model, or from one with a scalar head.
 
     `head_seed` draws a head that the checkpoint lacks; `pooling` and `probing_layer` say what it reads (`HeadShape`),
-    None: as the checkpoint's does, or the last token of the last layer.
+    None: as the checkpoint's does, or the last token of the last layer. `heads`: several, as of `head_weights`; None:
+    as the checkpoint has, or one.
     """
 
     head_seed: int = 0
     pooling: str | None = None
     probing_layer: int | None = None
+    heads: Mapping[str, float] | Sequence[str] | None = None
 
     def __call__(self) -> Any:
         """Make the module, on meta."""
@@ -75,24 +77,39 @@ class RewardSpec(PolicySpec, kw_only=False):
         return make_trained_reward(self)
 
     def shape(self) -> HeadShape:
-        """Return what the head reads. Raises BuildError where the checkpoint has a head that reads otherwise."""
+        """Return what the head reads, or heads. Raises BuildError where the checkpoint has a head that reads otherwise,
+        or other heads; their weights in the score are those asked for."""
+        from rlbench.rewards.head_names import head_weights
         from rlbench.rewards.shaped_head import HeadShape
         from rlbench.trainers.models.policy_module import config_of
 
         config = config_of(self.path, self.revision)
         there = HeadShape.of(config)
-        asked: dict[str, Any] = {"pooling": self.pooling, "probing_layer": self.probing_layer}
+        heads = None if self.heads is None else head_weights(self.heads)
+        asked: dict[str, Any] = {"pooling": self.pooling, "probing_layer": self.probing_layer, "heads": heads}
         given = {name: value for name, value in asked.items() if value is not None}
         wanted = replace(there, **given)
         wanted.check(config)
         trained = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-        if trained and wanted != there:
+        if trained and wanted.heads.keys() != there.heads.keys():
+            raise BuildError(self._other_heads(wanted.heads, there.heads))
+        given.pop("heads", None)
+        if trained and given and replace(wanted, heads=there.heads) != there:
             raise BuildError(
                 f"{self.path!r} has a head already, with pooling={there.pooling!r} and probing_layer="
                 f"{there.probing_layer}: leave {' and '.join(given)} out to go on from it, or begin from the language "
                 "model"
             )
         return wanted
+
+    def _other_heads(self, asked: Mapping[str, float], there: Mapping[str, float]) -> str:
+        """Say that a reward model has other heads than those asked for."""
+        if not there:
+            said = f"{self.path!r} has one head without a name"
+            return f"{said}: leave heads= out to go on from it, or begin from the language model"
+        wrong = [name for name in asked if name not in there] or [name for name in there if name not in asked]
+        said = f"no head {wrong[0]!r}{nearest(wrong[0], there)}" if wrong[0] in asked else f"a head {wrong[0]!r} too"
+        return f"{self.path!r} has {said}; its heads are {', '.join(there)}, and heads= weighs each of them"
 
 
 def check_unquantised(path: str, quantization: Any) -> None:

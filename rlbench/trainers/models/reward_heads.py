@@ -19,7 +19,7 @@ from rlbench.strategies.base import StrategyBase
 from rlbench.strategies.sharding.tensor_parallel import split_over
 from rlbench.trainers.models.policy_module import TrainedPolicy, as_trained
 from rlbench.trainers.models.policy_spec import RewardSpec
-from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar
+from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, heads_of, in_all, make_scalar
 from rlbench.trainers.models.value_model import image_reader, values_at
 from rlbench.trainers.passes.forward import check_token_ids, evaluating
 from rlbench.trainers.passes.images import ImageReader
@@ -85,7 +85,6 @@ def _choose_padding(config: Any, spec: RewardSpec) -> None:
     config.pad_token_id = None if padding in (end if isinstance(end, list) else [end]) else padding
 
 
-@torch.no_grad()
 def scores_of(
     model: nn.Module,
     sequences: Sequence[Sequence[int]],
@@ -93,7 +92,21 @@ def scores_of(
     batch_size: int = 8,
     images: Sequence[Sequence[EncodedImage]] = (),
 ) -> Tensor:
-    """The score (B,) float32, on the host, of each of this rank's sequences at its last token; collective.
+    """The score (B,) float32, on the host, of each of this rank's sequences at its last token, of several heads their
+    weighted sum; collective. Arguments as of `head_scores_of`."""
+    found = head_scores_of(model, sequences, strategy, batch_size, images)
+    return in_all(model, found) if heads_of(model) else found[:, 0]
+
+
+@torch.no_grad()
+def head_scores_of(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    strategy: StrategyBase,
+    batch_size: int = 8,
+    images: Sequence[Sequence[EncodedImage]] = (),
+) -> Tensor:
+    """The score of each head, (B, heads) float32, on the host; (B, 1) of one. Of this rank's sequences; collective.
 
     `model` is a `RewardModel`, a sequence classification model of transformers (whatever its padding token), or any
     module that gives (B,), (B, 1), or `.logits` of that shape for ids and an attention mask padded on the right.
@@ -118,7 +131,7 @@ def scores_of(
     together, first = strategy.rows.shared(rows) if split_over(model) > 1 else (rows, 0)
     by_length = sorted(range(len(together)), key=lambda row: (-len(together[row][0]), row))
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
-    scores = torch.zeros(len(together))
+    scores = torch.zeros(len(together), len(heads_of(model)) or 1)
     with evaluating(model), user_code():
         for step in range(max(control.gather(len(batches)))):
             places = batches[step] if step < len(batches) else []
@@ -135,7 +148,7 @@ def _scored(
     device: torch.device,
     reader: ImageReader | None,
 ) -> Tensor:
-    """One forward; (B,) float32 on the host. `reader`: of the images, where any rank's rows have some."""
+    """One forward; (B, heads) float32 on the host. `reader`: of the images, where any rank's rows have some."""
     sequences = [ids for ids, _ in rows]
     if isinstance(model, ScalarHeadModel):
         batch = as_batch(sequences, [images for _, images in rows])
@@ -153,7 +166,8 @@ def _scored(
         with padding_is(model, padding):
             given = model(ids, attention_mask=mask)
     found = getattr(given, "logits", given)
-    if not isinstance(found, Tensor) or found.shape not in ((len(rows),), (len(rows), 1)):
+    count = len(heads_of(model)) or 1
+    if not isinstance(found, Tensor) or found.shape not in ((len(rows),), (len(rows), count)):
         seen = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise EngineError(f"{type(model).__name__} gave {seen} for {len(rows)} sequences; wanted one number for each.")
-    return found.reshape(-1).float().cpu()
+    return found.reshape(-1, count).float().cpu()

@@ -7,7 +7,7 @@ of vision-language models, for which it has none, `seeing_classifier`. A head th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from rlbench.errors import BuildError
 from rlbench.nn import HuggingFaceFsdp2TrainModule
 from rlbench.nn.lora import Adapted, plain_name
 from rlbench.rewards.seeing_classifier import seeing_classifier
-from rlbench.rewards.shaped_head import SHAPED, HeadShape, ShapedHead, shaped_classifier
+from rlbench.rewards.shaped_head import SHAPED, HeadShape, ShapedHead, ShapedHeads, shaped_classifier
 from rlbench.strategies.memory.offloading import HALF
 from rlbench.strategies.sharding.materialize import full_shapes
 from rlbench.strategies.sharding.sources import TensorSource, initialised, loaded_silently, open_source
@@ -54,18 +54,21 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         positions: Tensor | None = None,
         **images: Tensor,
     ) -> Tensor:
-        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all.
-        `images`: those of a model that sees, as `ImageReader` lays them out."""
+        """Return the head's numbers (P,) float32, at `positions` (P,) of the flattened `input_ids`; None: at all. Of
+        several heads (P, heads). `images`: those of a model that sees, as `ImageReader` lays them out."""
         backbone, head = getattr(self, self.base_model_prefix), shaped_head(self)
         offered = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
-        more = {} if head is None else head.backbone_options
+        more = {} if head is None else head.shape.backbone_options
         found = backbone(input_ids=input_ids, **taken_by(backbone.forward, offered), **more, **images)
-        states = found.last_hidden_state if head is None else head.states_of(found)
+        states = found.last_hidden_state if head is None else head.shape.states_of(found)
         self.in_half = states.dtype in HALF or _autocasts(states)
         with _as_written(states):  # returns need more digits than half precision has
-            read = states.flatten(0, 1) if head is None else head.read(states, _starts(attention_mask, position_ids))
+            if head is not None:
+                numbers = head.scores(states, _starts(attention_mask, position_ids), positions)
+                return numbers if head.shape.heads else numbers[:, 0]
+            read = states.flatten(0, 1)
             read = read if positions is None else read[positions]
-            return linear(read.float(), self.score.weight.float())[:, 0] if head is None else head(read)[:, 0]
+            return linear(read.float(), self.score.weight.float())[:, 0]
 
     def materialization_source(self) -> Any:
         """Return the backbone's weights from the checkpoint, one at a time; the head's from there or drawn."""
@@ -119,10 +122,21 @@ class ScalarHeadModel(HuggingFaceFsdp2TrainModule):
         return initialised(name, fill, shape, self.head_seed or 0)
 
 
-def shaped_head(module: nn.Module) -> ShapedHead | None:
+def shaped_head(module: nn.Module) -> ShapedHead | ShapedHeads | None:
     """Return the head of a module that has one which is not plain."""
     head = getattr(module, SHAPED, None)
-    return head if isinstance(head, ShapedHead) else None
+    return head if isinstance(head, ShapedHead | ShapedHeads) else None
+
+
+def heads_of(module: nn.Module) -> Mapping[str, float]:
+    """Return the names of several heads and their weights in the score; of one head nothing."""
+    head = shaped_head(module)
+    return {} if head is None else head.shape.heads
+
+
+def in_all(module: nn.Module, scores: Tensor) -> Tensor:
+    """Return the score (N,) of what a module gave: of several heads (N, heads) their weighted sum."""
+    return scores if scores.dim() == 1 else scores @ scores.new_tensor(list(heads_of(module).values()))
 
 
 def _starts(attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlbench.data.batches.batch import TrainBatch
+from rlbench.trainers.models.scalar_model import heads_of, in_all
 from rlbench.trainers.models.value_model import valued, why_unpacked
 from rlbench.trainers.passes.forward import PolicyModel
 from rlbench.trainers.passes.outputs import TokenOutputs
@@ -22,6 +23,11 @@ class ScoreModel(PolicyModel):
 
     CHANNELS: ClassVar[tuple[str, ...]] = ("scores",)
     holds_logits: ClassVar[bool] = False
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Names of several heads; none of one."""
+        return tuple(heads_of(self.module))
 
     def head_used(self, packed: bool) -> str:
         """Say that there is no vocabulary."""
@@ -44,5 +50,7 @@ class ScoreModel(PolicyModel):
             scores,
             inputs,
         ):
+            by_head = scores if scores.dim() == 2 else None
+            scores = in_all(self.module, scores)
             unknown = torch.full_like(scores.detach(), torch.nan)
-            yield TokenOutputs(unknown, unknown, scores=scores), inputs
+            yield TokenOutputs(unknown, unknown, scores=scores, head_scores=by_head), inputs

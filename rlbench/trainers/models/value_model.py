@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.data.batches.batch import TrainBatch
-from rlbench.errors import DataError, EngineError
+from rlbench.errors import BuildError, DataError, EngineError
 from rlbench.rewards.shaped_head import ATTENTION
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
-from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, make_scalar, shaped_head
+from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, heads_of, make_scalar, shaped_head
 from rlbench.trainers.passes.balancing import balanced
 from rlbench.trainers.passes.forward import as_batch, differs, evaluating, probe_of, taken_by, vocabulary_of
 from rlbench.trainers.passes.images import ImageReader
@@ -62,6 +62,11 @@ def make_critic(
     `use_mp_opt` is set; None: the checkpoint's.
     """
     critic = make_scalar(CriticModel, path, dtype, value_head_prefix, seed, revision)
+    if heads := heads_of(critic):
+        raise BuildError(
+            f"{path!r} has the heads {', '.join(heads)}, and a critic gives one value: begin from the language model, "
+            "or from a reward model of one head"
+        )
     if gradient_checkpointing:
         critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         critic.train()
@@ -175,7 +180,8 @@ def pools(critic: nn.Module) -> bool:
 
 
 def values_at(critic: nn.Module, inputs: ModelInputs) -> Tensor:
-    """Return the numbers (P,) of a critic or reward model at the layout's `predictors`; collective."""
+    """Return the numbers (P,), of several heads (P, heads), of a critic or reward model at the layout's `predictors`;
+    collective."""
     with nullcontext() if isinstance(critic, ScalarHeadModel) else reading_each_token(critic):
         return critic(  # type: ignore[no-any-return]
             inputs.input_ids,

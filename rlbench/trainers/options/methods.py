@@ -55,8 +55,8 @@ METHODS[REWARD] = {"packing": True}  # there is no vocabulary
 OVERLONG_SHARE = 5
 OF_TEXT_RUNS = ("data", "max_length")
 """Options of `rlbench train` that have an effect with methods on texts alone."""
-OF_REWARD_RUNS = ("pooling", "probing_layer")
-"""And of a reward model's head."""
+OF_REWARD_RUNS = ("pooling", "probing_layer", "heads")
+"""And of a reward model's head, or heads."""
 OF_ALL_RUNS = (
     *("pretrain", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "shards", "replicas", "kv_cache_bytes"),
     *("eval_data", "eval_split", "max_eval_samples", "prompt_split", "max_samples", "apply_chat_template"),

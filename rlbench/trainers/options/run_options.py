@@ -77,6 +77,11 @@ class RunOptions(Options):
     probing_layer: int | None = models(
         None, "of reward: the layer that the head reads, 0 the embedding, -1 the last; None: as the model's head does"
     )
+    heads: tuple[str, ...] = models(
+        (),
+        "of reward: several heads on one backbone, by name; quality=0.7 style=0.3 weighs them in the score, names "
+        "alone equally; none: as the model has, else one",
+    )
     reference_shard_size: int | None = models(
         None, "ranks over which the reference's parameters are split, a divisor of them; None: all", least=1
     )

@@ -72,6 +72,11 @@ class PolicyModel:
         self._heads: dict[bool, Head | str] = {}  # by packing: proved, or why not
 
     @property
+    def heads(self) -> tuple[str, ...]:
+        """Names of a reward model's heads; a policy has none."""
+        return ()
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the output layer; the widest parameter stands in where the model does not say."""
         widths = (max(full_shape(p), default=1) for p in self.module.parameters())

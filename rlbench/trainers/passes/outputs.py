@@ -41,7 +41,8 @@ NO_MORE = Request()
 class TokenOutputs:
     """Of R response tokens: log-probs and entropies (R,); where asked for, tokens `candidates` (R, K) and their
     log-probs, the `hidden_states` (R, H) that predict them, and the `logits` (R, V) over the temperature, float32. Of a
-    reward model the `scores` (R,) after them; its log-probs and entropies are NaN."""
+    reward model the `scores` (R,) after them, of several heads also theirs, `head_scores` (R, heads); its log-probs and
+    entropies are NaN."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -50,6 +51,7 @@ class TokenOutputs:
     hidden_states: Tensor | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    head_scores: Tensor | None = None
 
     @property
     def trained(self) -> Tensor:
@@ -59,10 +61,14 @@ class TokenOutputs:
     def channels(self, names: Sequence[str] = ()) -> dict[str, Tensor]:
         """Return what there is by name; `names`: those alone. A reward model has scores and nothing else."""
         found = {name: value for name, value in vars(self).items() if value is not None}
-        chosen = ("scores",) if self.scores is not None else names or tuple(found)
+        chosen = names or tuple(found)
+        if self.scores is not None:
+            chosen = tuple(name for name in OF_SCORES if name in found)
         return {name: found[name] for name in chosen}
 
 
+OF_SCORES = ("scores", "head_scores")
+"""Those of `TokenOutputs` that a reward model has."""
 ASKED_FOR = ("candidates", "candidate_logprobs", "hidden_states", "logits")
 """Those of `TokenOutputs` that are there on request."""
 

@@ -58,6 +58,7 @@ def loss_inputs(batch: TrainBatch, found: TokenOutputs, grid: Grid, old: str) ->
     `old` stands in where the batch has no old log-probs: "recompute", this pass's, or "sampler".
     """
     padded, logprobs, device = grid.pad_numbers, found.logprobs, found.logprobs.device
+    said = None if batch.verdicts is None else batch.verdicts.weighed()
     known = batch.sampler_logprobs if batch.old_logprobs is None and old == "sampler" else batch.old_logprobs
     return LossInputs(
         logprobs=grid.pad(logprobs),
@@ -77,6 +78,10 @@ def loss_inputs(batch: TrainBatch, found: TokenOutputs, grid: Grid, old: str) ->
         hidden_states=None if found.hidden_states is None else grid.pad(found.hidden_states),
         logits=None if found.logits is None else grid.pad(found.logits),
         scores=None if found.scores is None else grid.pad(found.scores),
+        head_scores=None if found.head_scores is None else grid.pad(found.head_scores),
+        heads=None if said is None else said.heads,
+        verdicts=None if said is None else _of_rows(said.values, np.float32, device),
+        verdict_weights=None if said is None or said.weights is None else _of_rows(said.weights, np.float32, device),
         teacher=_teacher_tokens(batch, found, grid),
     )
 
@@ -133,7 +138,7 @@ def whole_inputs(batch: TrainBatch, parts: list[dict[str, Any]], old: str) -> Lo
     """The whole batch as a loss sees it, on the host and without gradient; a row that several ranks computed counts
     once."""
     joined = rows_in_order(parts)
-    names = [name for name in ("logprobs", "entropy", "scores", *ASKED_FOR) if name in joined]
+    names = [name for name in ("logprobs", "entropy", "scores", "head_scores", *ASKED_FOR) if name in joined]
     given = {name: torch.from_numpy(joined[name].values) for name in names}
     if "scores" in given:
         given["logprobs"] = given["entropy"] = torch.full_like(given["scores"], torch.nan)

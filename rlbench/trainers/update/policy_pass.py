@@ -76,6 +76,11 @@ class PolicyPass:
             raise LossError(f"{loss!r} needs ref_logprobs, and the batch has none: give a reference (initial_model).")
         if getattr(loss, "needs_pairs", False):
             check_pairs(batch)
+        if batch.verdicts is not None and batch.verdicts.heads != self.model.heads:
+            raise LossError(
+                f"the pairs judge the heads {', '.join(batch.verdicts.heads)}, and the model has "
+                f"{', '.join(self.model.heads) or 'none with a name'}: batch.verdicts.of_heads(names) sorts them."
+            )
         check_sampled_as_trained(loss, repr(loss), batch.reshaped_by, sampled=batch.sampled)
         if self.model.replay:
             check_routed(batch)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from rlbench.data.batches.batch import TrainBatch, as_batch
-from rlbench.errors import EngineError
+from rlbench.data.batches.verdicts import Verdicts
+from rlbench.errors import EngineError, LossError
 from rlbench.nn.lora import adapters_off
 from rlbench.rl import Aggregation, Loss, LossInputs
 from rlbench.rl.types import needs_of
@@ -59,6 +60,7 @@ class PolicyStep:
         self.module, self.strategy, self._replay = module, strategy, replay
         self.gradients = GradientStep(module, strategy, stop_requested, optimizer)
         self._report = report
+        self._judged: tuple[tuple[str, ...], list[float]] | None = None  # the heads' shares in what waits for a step
         self._losses, self.loss_states = LossCache(), LossStates(module, strategy.control, strategy.device.device)
         self.renew()
 
@@ -111,6 +113,9 @@ class PolicyStep:
         asked, options = options.packing, self.decided(batch, options)
         if "logits" in needs_of(loss):
             options = replace(options, head="plain")
+        if batch.verdicts is not None:
+            batch = batch.replace(verdicts=batch.verdicts.weighed())
+        self._need_same_heads(batch.verdicts)
         parts, count = self._split(batch, options)
         plan = passes.plan(loss, parts, count, batch, options)
         aggregation = Aggregation.of_loss(loss, options.aggregation)
@@ -250,6 +255,17 @@ class PolicyStep:
         """Bytes of the ranks' smallest GPU; 0 where they compute on hosts. Collective."""
         device = self.strategy.device
         return min(self.strategy.control.gather(device.memory)) if device.is_gpu else 0
+
+    def _need_same_heads(self, verdicts: Verdicts | None) -> None:
+        """Refuse pairs that judge heads in other shares than those whose gradients wait: no factor joins the means."""
+        self.gradients.drop_stale()
+        said = None if verdicts is None or verdicts.weights is None else (verdicts.heads, verdicts.weights.tolist())
+        if self.gradients.pending is not None and said != self._judged:
+            raise LossError(
+                "the pairs judge heads in other shares than those whose gradients wait for a step, and the means over "
+                "what was said of each head cannot be joined: give all pairs of a step to one call, or optim_step first"
+            )
+        self._judged = said
 
     def _split(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[Slice], int]:
         """This rank's micro-batches, and how many passes every rank makes; collective."""
