@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.images import EncodedImage, unplaced
 from rlbench.data.prompts.lengths import open_tokenizer, text_ids
 from rlbench.data.texts.rendering import Renderer
@@ -216,16 +217,23 @@ def reward_of(scores: Sequence[float], heads: Mapping[str, float], hint: str = "
 
 def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
     """What a model trained on `rb.data.pairs` or `rollouts.pairs` reads of a completion: its tokens as they were
-    sampled, where the tokenizer is of the same vocabulary and its model gives images as many tokens, else its texts as
-    pairs are encoded, up to the end token."""
+    sampled, where the tokenizer is of the same vocabulary and its model gives images and sounds as many tokens, else
+    its texts as pairs are encoded, up to the end token."""
     renderer, ids = Renderer.of(tokenizer), [*map(int, rollout.prompt_token_ids), *rollout.token_ids]
     if len(rollout.prompt_token_ids) and _same_vocabulary(rollout.tokenizer, tokenizer):
-        if not rollout.all_images or renderer.image_tokens.hold(ids, rollout.all_images, len(rollout.prompt_token_ids)):
+        media = media_of(rollout)
+        if not media or renderer.media_tokens(media).hold(ids, media, len(rollout.prompt_token_ids)):
             return ids
     if rollout.observed_images:
         raise DataError("an environment showed it images, which only a model with the policy's own tokens reads")
-    rendered = Reading().continued(renderer, rollout.prompt, rollout.transcript, "completion", None, rollout.images)
+    shown = rollout.source.media
+    rendered = Reading().continued(renderer, rollout.prompt, rollout.transcript, "completion", None, shown)
     return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]
+
+
+def media_of(rollout: Rollout) -> tuple[EncodedMedia, ...]:
+    """Return a completion's images, its prompt's and those that an environment showed, or its prompt's sounds."""
+    return rollout.all_images or rollout.sounds
 
 
 def _same_vocabulary(name: str, tokenizer: Any) -> bool:

@@ -208,8 +208,6 @@ def test_more_or_fewer_sounds_than_places_and_images_beside_sounds_are_refused()
     both = [{"role": "user", "content": [picture, {"type": "audio", "audio": WAV}]}]
     with pytest.raises(DataError, match="images and sounds"):
         as_prompts([both])
-    with pytest.raises(DataError, match="has a sound, and texts are trained with images alone"):
-        rb.data.demonstrations([{"messages": [*asked({"type": "audio", "audio": WAV})]}], rb.tiny.ensure())
 
 
 def test_files_joins_and_batches_keep_sounds(tmp_path: Path) -> None:

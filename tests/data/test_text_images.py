@@ -161,7 +161,7 @@ def test_what_cannot_be_seen_is_refused_with_its_row(seeing: str, row: dict[str,
 
 def test_pairs_of_different_images_and_models_without_eyes_are_refused(seeing: str, tmp_path: Path) -> None:
     chats = [[user({**IMAGE, "image": png(colours)}, text("?")), assistant(colours)] for colours in ("rgby", "wwkk")]
-    with pytest.raises(DataError, match="different images"):
+    with pytest.raises(DataError, match="different images or sounds"):
         rb.data.pairs([{"chosen": chats[0], "rejected": chats[1]}], seeing)
     blind = build_tokenizer(2048)
     blind.save_pretrained(tmp_path)

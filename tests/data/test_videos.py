@@ -248,7 +248,7 @@ def test_more_or_fewer_videos_than_places_and_sounds_beside_videos_are_refused()
         {"messages": asked({"type": "video", "video": MP4})},
         {"prompt": "a", "completion": "b", "videos": [MP4]},
     ):
-        with pytest.raises(DataError, match="has a video, and texts are trained with images alone"):
+        with pytest.raises(DataError, match="has a video, and texts are trained with images and sounds alone"):
             rb.data.demonstrations([row], rb.tiny.ensure())
 
 

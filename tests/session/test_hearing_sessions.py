@@ -87,6 +87,19 @@ def test_a_session_hears_trains_syncs_goes_back_and_saves_what_transformers_load
         for _ in range(3):
             session.undo()
         np.testing.assert_array_equal(session.logprobs(batch), before)
+        learn_from_texts(session)
+
+
+def learn_from_texts(session: Any) -> None:
+    """Take a step on demonstrations with sounds, and one on pairs."""
+    rows = [{**row, "completion": "bell", "chosen": "bell", "rejected": "horn"} for row in asked()]
+    shown = rb.data.demonstrations(rows, session)
+    assert [len(own) for own in shown.sounds] == [1, 1, 1, 0]
+    with pytest.raises(rb.RLBenchError, match="sound tokens, its 1 sounds"):
+        session.train_step(shown.replace(sounds=shown.sounds[1:] + shown.sounds[:1]), "sft")
+    first = session.train_step(shown, "sft")["loss"]
+    assert session.train_step(rb.data.pairs(rows, session), rb.rl.simpo()).grad_norm > 0
+    assert float(-session.logprobs(shown)[shown.mask].mean()) < first
 
 
 def weights() -> dict[str, Any]:

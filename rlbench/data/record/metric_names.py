@@ -40,7 +40,7 @@ METRICS = (
     Metric("ratio", "", "mean over trained tokens of exp(logprobs − old_logprobs)", "", ("val/ratio",)),
     Metric("ppo_kl", "nats", "mean over trained tokens of old_logprobs − logprobs (k1), where the loss gives it"),
     Metric("reward_margin", "", "mean over pairs of the reward of the chosen response − that of the rejected: the implicit one, or a reward model's score", "", ("rewards/margins",)),
-    Metric("reward_accuracy", "share", "pairs whose chosen response has the larger reward; a reward model's ties aside", "", ("rewards/accuracies",)),
+    Metric("reward_accuracy", "share", "pairs whose chosen response has the larger reward; a reward model's ties aside. Of several heads a mean over those of each pair; `reward_accuracy/HEAD` and the other three are a head's own", "", ("rewards/accuracies",)),
     Metric("reward_chosen", "", "mean reward of the chosen, or good, responses; reward_rejected: of the others", "", ("rewards/chosen",)),
     Metric("teacher_kl", "nats", "mean over trained tokens of logprobs − the teacher's, of a loss of a teacher; on the policy's own samples an estimate of KL(policy, teacher)"),
     Metric("teacher_mass", "share", "mean over trained tokens of the teacher's probability of the tokens it was asked for (gkd)"),

@@ -14,7 +14,7 @@ from rlbench.data.prompts.cells import without_nulls
 from rlbench.data.prompts.prompt import is_chat, plain_content
 from rlbench.data.prompts.sources import Row
 from rlbench.data.texts.rendering import Rendered, Renderer
-from rlbench.data.texts.rows import Made, Reading, column, images_in, shows_options, split_at_response
+from rlbench.data.texts.rows import Made, Reading, column, media_in, shows_options, split_at_response
 from rlbench.errors import DataError
 
 Pair = tuple[Rendered, Rendered, float | None, dict[str, float] | None]
@@ -42,7 +42,7 @@ def pairs(rows: Any, tokenizer: Any = None, **options: Any) -> TrainBatch:
     said = _of_all("heads", [made[i][3] for i in kept], rows_kept)
     both = [one for i in kept for one in made[i][:2]]
     verdicts = None if said is None else Verdicts.of(said)
-    return of_pairs(*split_at_response(both), margins=margins, images=images_in(both), verdicts=verdicts)
+    return of_pairs(*split_at_response(both), margins=margins, verdicts=verdicts, **media_in(both))
 
 
 def of_pairs(
@@ -81,14 +81,15 @@ def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **o
     kept = reading.fitting([len(one.tokens) for one, _ in made], indices, renderer)
     rendered = [made[i][0] for i in kept]
     prompts, responses, masks = split_at_response(rendered)
-    images = images_in(rendered)
+    media = media_in(rendered)
     preference = [1 if made[i][1] else -1 for i in kept]
     group = list(range(len(kept)))
     if reference_point:
         following = _other_prompts(rendered)
         others = [prompts[i] for i in following]
-        if images is not None:
-            images = tuple(_alternating(images, [images[i] for i in following]))
+        for name, held in media.items():
+            if held is not None:
+                media[name] = tuple(_alternating(held, [held[i] for i in following]))
         ends = [int((~mask).argmax()) or len(mask) for mask in masks]  # an answer's first turn alone
         firsts = [response[:end] for response, end in zip(responses, ends, strict=True)]
         limit = reading.max_length or renderer.context
@@ -101,25 +102,25 @@ def labelled(rows: Any, tokenizer: Any = None, reference_point: bool = True, **o
     judged = np.asarray(preference, np.int8)
     advantages = np.repeat(judged, [len(row) for row in responses]).astype(np.float32)
     columns: dict[str, Any] = {"preference": judged, "advantages": advantages, "group": np.asarray(group, np.int32)}
-    return of_texts(prompts, responses, masks, **columns, images=images)
+    return of_texts(prompts, responses, masks, **columns, **media)
 
 
 def _pair(row: Row, reading: Reading, renderer: Renderer) -> Pair:
     tools, chosen, rejected = reading.tools_of(row), *(plain_content(column(row, n)) for n in ("chosen", "rejected"))
     if row.get("prompt") is not None:
-        prompt, images = reading.prompt_of(row)
+        prompt, media = reading.prompt_of(row)
     elif is_chat(chosen) and is_chat(rejected):
-        (chosen, images), (rejected, others) = (reading.placed(chat, row) for chat in (chosen, rejected))
-        if images != others:
-            raise DataError("its chosen and rejected chats show different images")
+        (chosen, media), (rejected, others) = (reading.placed(chat, row) for chat in (chosen, rejected))
+        if media != others:
+            raise DataError("its chosen and rejected chats have different images or sounds")
         alike = _alike(chosen, rejected)
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
     else:
         prompt = column(row, "prompt")
     if not prompt:
         raise DataError("its prompt is empty, or its chosen and rejected chats begin differently")
-    one = reading.continued(renderer, prompt, chosen, "chosen", tools, images)
-    other = reading.continued(renderer, prompt, rejected, "rejected", tools, images)
+    one = reading.continued(renderer, prompt, chosen, "chosen", tools, media)
+    other = reading.continued(renderer, prompt, rejected, "rejected", tools, media)
     if np.array_equal(one.tokens, other.tokens):
         raise DataError("its chosen and rejected responses are the same")
     return one, other, _margin(row), verdicts_of(without_nulls(row.get("heads")))
@@ -154,14 +155,15 @@ def _judged(row: Row, reading: Reading, renderer: Renderer) -> tuple[Rendered, b
     if label not in (True, False):
         raise DataError(f"its label is {label!r}: wanted True (good) or False")
     tools = reading.tools_of(row)
-    prompt, images = reading.prompt_of(row)
+    prompt, media = reading.prompt_of(row)
     completion = column(row, "completion")
-    return reading.continued(renderer, prompt, completion, "completion", tools, images), bool(label)
+    return reading.continued(renderer, prompt, completion, "completion", tools, media), bool(label)
 
 
 def _other_prompts(rendered: Sequence[Rendered]) -> list[int]:
-    """Return for each row the next one with another prompt or other images; the last rows look on from the first."""
-    keys = [(one.tokens[: one.start].tobytes(), one.images) for one in rendered]
+    """Return for each row the next one with another prompt, or other images or sounds; the last rows look on from the
+    first."""
+    keys = [(one.tokens[: one.start].tobytes(), one.media) for one in rendered]
     count = len(keys)
     if len(set(keys)) < 2:
         raise DataError("all rows have the same prompt, and KTO's reference point needs another: reference_point=False")

@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 
 from rlbench.data.prompts.chat import check_read
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.lengths import GO_ON, answered, open_tokenizer, text_ids
 from rlbench.data.prompts.prompt import Message, is_chat, message_text, plain_content
+from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.texts.image_tokens import ImageTokens
+from rlbench.data.texts.media_tokens import MediaTokens
+from rlbench.data.texts.sound_tokens import SoundTokens
 from rlbench.errors import DataError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -28,12 +31,12 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """One sequence: `tokens` (T,) int32; `trained` (T,) bool, the assistant's own; `images` in the order of their
-    tokens."""
+    """One sequence: `tokens` (T,) int32; `trained` (T,) bool, the assistant's own; `media`, its images or its
+    sounds, in the order of their tokens."""
 
     tokens: np.ndarray
     trained: np.ndarray
-    images: tuple[EncodedImage, ...] = ()
+    media: tuple[EncodedMedia, ...] = ()
 
     @property
     def start(self) -> int:
@@ -71,14 +74,14 @@ class Renderer:
         known = getattr(self.tokenizer, "model_max_length", None)
         return known if isinstance(known, int) and known < 10**9 else None
 
-    @property
-    def image_tokens(self) -> ImageTokens:
-        """How the tokenizer's own model takes images; DataError where it takes none."""
-        return ImageTokens.of(str(self.tokenizer.name_or_path))
+    def media_tokens(self, media: Sequence[EncodedMedia]) -> MediaTokens[Any]:
+        """Return how the tokenizer's own model takes such media, of one kind; DataError where it takes none."""
+        kind = SoundTokens if isinstance(media[0], EncodedSound) else ImageTokens
+        return kind.of(str(self.tokenizer.name_or_path))
 
-    def text(self, prompt: str, completion: str, images: Sequence[EncodedImage] = ()) -> Rendered:
+    def text(self, prompt: str, completion: str, media: Sequence[EncodedMedia] = ()) -> Rendered:
         """Encode both by themselves, as a sampler's tokens follow a prompt's, and end with the end token. The prompt
-        holds the model's own placeholders of its images."""
+        holds the model's own placeholders of its media."""
         if not completion.strip():
             raise DataError("its completion is empty")
         (first,) = text_ids([prompt], self.tokenizer) if prompt else ([],)
@@ -87,14 +90,14 @@ class Renderer:
         rest = list(self.tokenizer(completion, add_special_tokens=False)["input_ids"])
         end = self.tokenizer.eos_token_id
         rest += [end] if end is not None and rest[-1:] != [end] else []
-        return self._with_images(_rendered([*first, *rest], range(len(first), len(first) + len(rest))), images)
+        return self._with_media(_rendered([*first, *rest], range(len(first), len(first) + len(rest))), media)
 
     def chat(
-        self, messages: Sequence[Message], before: int = 0, tools: Any = None, images: Sequence[EncodedImage] = ()
+        self, messages: Sequence[Message], before: int = 0, tools: Any = None, media: Sequence[EncodedMedia] = ()
     ) -> Rendered:
-        """Render messages; the first `before` of them are the prompt, where nothing is trained. `images`: those of the
-        messages' placeholders, see `rlbench.data.prompts.placing.placed`."""
-        self._check_sees(images)
+        """Render messages; the first `before` of them are the prompt, where nothing is trained. `media`: those of the
+        messages' placeholders, see `rlbench.data.prompts.placing.placed_as`."""
+        self._check_takes(media)
         check_messages(messages, before)
         try:
             marked = MARKED.search(str(self.tokenizer.get_chat_template(self.template, tools=tools))) is not None
@@ -111,18 +114,18 @@ class Renderer:
             trained = self._turns(messages, tokens, before, tools)
         if not trained:
             raise DataError("the template writes no token of the assistant's")
-        return self._with_images(_rendered(tokens, trained), images)
+        return self._with_media(_rendered(tokens, trained), media)
 
     def going_on(
         self,
         asked: Sequence[Message],
         said: Sequence[Message],
         tools: Any = None,
-        images: Sequence[EncodedImage] = (),
+        media: Sequence[EncodedMedia] = (),
     ) -> Rendered:
         """Render an answer that goes on in the last message of its prompt; its own tokens stand behind those that the
         policy is asked with, as in a rollout."""
-        self._check_sees(images)
+        self._check_takes(media)
         check_messages([*asked, *said], len(asked))
         if len(said) > 1:
             raise DataError("its prompt ends with the beginning of an answer, and more than the rest of it follows")
@@ -136,16 +139,16 @@ class Renderer:
         )
         ends = [i for i, token in enumerate(rest) if token == self.tokenizer.eos_token_id]
         rest = rest[: ends[-1] + 1] if ends else rest
-        return self._with_images(_rendered([*begin, *rest], range(len(begin), len(begin) + len(rest))), images)
+        return self._with_media(_rendered([*begin, *rest], range(len(begin), len(begin) + len(rest))), media)
 
-    def _check_sees(self, images: Sequence[EncodedImage]) -> None:
-        """Refuse images that the tokenizer's own model cannot take, before its template meets them."""
-        if images:
-            _ = self.image_tokens
+    def _check_takes(self, media: Sequence[EncodedMedia]) -> None:
+        """Refuse media that the tokenizer's own model cannot take, before its template meets them."""
+        if media:
+            self.media_tokens(media)
 
-    def _with_images(self, rendered: Rendered, images: Sequence[EncodedImage]) -> Rendered:
-        """Make room for images as the tokenizer's own model wants it."""
-        return self.image_tokens.expanded(rendered, images) if images else rendered
+    def _with_media(self, rendered: Rendered, media: Sequence[EncodedMedia]) -> Rendered:
+        """Make room for media as the tokenizer's own model wants it."""
+        return self.media_tokens(media).expanded(rendered, media) if media else rendered
 
     def _turns(self, messages: Sequence[Message], tokens: list[int], before: int, tools: Any) -> list[int]:
         """Return where the assistant's tokens are, by rendering what stands before and with each of its turns."""

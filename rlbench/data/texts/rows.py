@@ -13,10 +13,21 @@ import numpy as np
 
 from rlbench.data.prompts.cells import check_name, check_text, without_nulls
 from rlbench.data.prompts.chat import chat_options, check_read, schemas
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.data.prompts.lengths import continues
 from rlbench.data.prompts.loading import OnError, check_on_error, chosen_rows, made_rows
-from rlbench.data.prompts.placing import IMAGE_COLUMNS, SOUND, VIDEO, listed, media_parts, placed
+from rlbench.data.prompts.placing import (
+    IMAGE,
+    KINDS,
+    SOUND,
+    VIDEO,
+    MediaKind,
+    by_kind,
+    check_together,
+    listed,
+    media_parts,
+    placed_as,
+)
 from rlbench.data.prompts.prompt import as_chat, plain_content
 from rlbench.data.prompts.sources import Row, as_encoded, open_source
 from rlbench.data.texts.rendering import Rendered, Renderer, as_messages
@@ -25,7 +36,8 @@ from rlbench.errors import DataError, nearest
 OnLong = Literal["raise", "report"]
 READ = ("prompt", "completion", "messages", "chosen", "rejected")
 """Columns of texts or messages."""
-MAY_HAVE = ("tools", "margin", "heads", *IMAGE_COLUMNS)
+MEDIA_COLUMNS = tuple(name for kind in KINDS.values() for name in kind.columns)
+MAY_HAVE = ("tools", "margin", "heads", *MEDIA_COLUMNS)
 """Columns that rows need not have."""
 Made = TypeVar("Made")
 Maker = TypeVar("Maker", bound=Callable[..., Any])
@@ -40,7 +52,8 @@ class Reading:
     tokenizer's own, or options of it as in `rollout`, which are `chat_template_kwargs` too; `tools`: those of rows that
     have none of their own; `max_length`: the most tokens of a sequence, by default the tokenizer's context; `on_long`:
     "raise" refuses longer ones, "report" leaves them out and warns with their number; `on_error`: likewise of rows that
-    cannot be read; `fetch_images`: read images at http addresses, which are refused otherwise. Nothing is ever cut.
+    cannot be read; `fetch_images`: read images and sounds at http addresses, which are refused otherwise. Nothing is
+    ever cut.
     """
 
     split: str | None = None
@@ -85,7 +98,7 @@ class Reading:
     def made(self, source: Any, make: Callable[[Row], Made]) -> tuple[list[int], list[Made]]:
         """Read the rows, and make something of each; a DataError names its row. Returns the rows' indices too."""
         name, table = open_source(source, self.split, self.config, self.revision)
-        chosen, rows = chosen_rows(as_encoded(table, IMAGE_COLUMNS), self.limit, self.shuffle_seed)
+        chosen, rows = chosen_rows(as_encoded(table, MEDIA_COLUMNS), self.limit, self.shuffle_seed)
 
         def one(row: Row, index: int) -> Made:
             try:
@@ -138,8 +151,8 @@ class Reading:
         given = without_nulls(given)
         return schemas(given) if given else self.tools  # type: ignore[return-value]
 
-    def prompt_of(self, row: Row) -> tuple[Any, tuple[EncodedImage, ...]]:
-        """Return the row's prompt, a text or messages with placeholders of images, and those images."""
+    def prompt_of(self, row: Row) -> tuple[Any, tuple[EncodedMedia, ...]]:
+        """Return the row's prompt, a text or messages with placeholders of images or sounds, and those."""
         prompt = plain_content(column(row, "prompt"))
         if isinstance(prompt, str) and not prompt:
             raise DataError("its prompt is empty")
@@ -147,17 +160,21 @@ class Reading:
             prompt = as_chat(prompt, self.system)
         return self.placed(prompt, row)
 
-    def placed(self, content: Any, row: Row) -> tuple[Any, tuple[EncodedImage, ...]]:
-        """Return a prompt or a chat of the row with placeholders of images, and the images in their order: those in the
-        chat's parts, and those of the row's column `images` or `image`."""
-        for kind in (SOUND, VIDEO):
-            held = isinstance(content, list) and next(media_parts(content, kind), None) is not None
-            if held or any(row.get(name) is not None for name in kind.columns):
-                raise DataError(
-                    f"it has a {kind.name}, and texts are trained with images alone: leave its part or column out"
-                )
-        beside = next((row[name] for name in IMAGE_COLUMNS if row.get(name) is not None), None)
-        return placed(content, listed(beside), self.fetch_images)
+    def placed(self, content: Any, row: Row) -> tuple[Any, tuple[EncodedMedia, ...]]:
+        """Return a prompt or a chat of the row with placeholders, and its images or sounds in their order: those in the
+        chat's parts, and those of the row's columns `images` or `image`, `audios` or `audio`."""
+        watched = isinstance(content, list) and next(media_parts(content, VIDEO), None) is not None
+        if watched or any(row.get(name) is not None for name in VIDEO.columns):
+            raise DataError(
+                "it has a video, and texts are trained with images and sounds alone: leave its part or column out"
+            )
+        seen, heard = (self._placed_as(kind, content, row) for kind in (IMAGE, SOUND))
+        check_together({IMAGE.field: seen[1], VIDEO.field: (), SOUND.field: heard[1]})
+        return heard if heard[1] else seen
+
+    def _placed_as(self, kind: MediaKind[Any], content: Any, row: Row) -> tuple[Any, tuple[EncodedMedia, ...]]:
+        beside = next((row[name] for name in kind.columns if row.get(name) is not None), None)
+        return placed_as(kind, content, listed(beside, kind), self.fetch_images)
 
     def continued(
         self,
@@ -166,21 +183,22 @@ class Reading:
         completion: Any,
         name: str,
         tools: Any,
-        images: Sequence[EncodedImage] = (),
+        media: Sequence[EncodedMedia] = (),
     ) -> Rendered:
-        """Render a completion, a text or messages, after its prompt, which alone has images."""
+        """Render a completion, a text or messages, after its prompt, which alone has images or sounds."""
         completion = plain_content(completion)
-        if isinstance(completion, list) and next(media_parts(completion), None):
-            raise DataError(f"its {name} shows an image, which a prompt alone may: write the row as `messages`")
+        for kind in KINDS.values() if isinstance(completion, list) else ():
+            if next(media_parts(completion, kind), None):
+                raise DataError(f"its {name} shows {kind.one}, which a prompt alone may: write the row as `messages`")
         if isinstance(prompt, str) and isinstance(completion, str):
             if idle := renderer.options or tools:
                 named = ", ".join(renderer.options) if renderer.options else f"tools ({len(idle)})"
                 raise DataError(f"{named} would have no effect: it is a text, no chat; chat=True makes it one")
-            return renderer.text(prompt, completion, images)
+            return renderer.text(prompt, completion, media)
         asked, said = as_messages(prompt, "user", "prompt"), as_messages(completion, "assistant", name)
         if asked and continues(asked) and said[0]["role"] == "assistant":
-            return renderer.going_on(asked, said, tools, images)
-        return renderer.chat([*asked, *said], len(asked), tools, images)
+            return renderer.going_on(asked, said, tools, media)
+        return renderer.chat([*asked, *said], len(asked), tools, media)
 
 
 def shows_options(maker: Maker) -> Maker:
@@ -203,10 +221,14 @@ def column(row: Row, name: str) -> Any:
     return row[name]
 
 
-def images_in(rendered: Sequence[Rendered]) -> tuple[tuple[EncodedImage, ...], ...] | None:
-    """Return the images of each sequence; None where none has any."""
-    images = tuple(one.images for one in rendered)
-    return images if any(images) else None
+def media_in(rendered: Sequence[Rendered]) -> dict[str, Any]:
+    """Return the images and the sounds of each sequence, by a batch's fields; None where none has any."""
+    found = [by_kind(one.media) for one in rendered]
+    return {name: _unless_none(tuple(one[name] for one in found)) for name in KINDS}
+
+
+def _unless_none(media: tuple[tuple[Any, ...], ...]) -> tuple[tuple[Any, ...], ...] | None:
+    return media if any(media) else None
 
 
 def split_at_response(rendered: Sequence[Rendered]) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:

@@ -20,6 +20,7 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.texts.media_features import shown_at
 from rlbench.data.texts.sound_features import SpectrogramReader
+from rlbench.data.texts.sound_tokens import tokens_of_frames
 from rlbench.errors import DataError
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
 from rlbench.trainers.passes.images import ImageReader, spans_of, with_one_more
@@ -96,10 +97,7 @@ class SoundReader:
 
     def _length(self, mask: Tensor) -> int:
         """Return how many tokens a sound of these frames takes, by the model's own rule."""
-        count = int(self._module.model.audio_tower._get_feat_extract_output_lengths(mask.sum())[1])
-        if count < 1:
-            raise DataError(f"has a sound of {int(mask.sum())} frames, too short for the model: give more of it")
-        return count
+        return tokens_of_frames(int(mask.sum()), self._module.model.audio_tower._get_feat_extract_output_lengths)
 
     def _blank(self) -> tuple[Tensor, Tensor]:
         """Return the spectrogram of a sound of BLANK_TOKENS, which holds nothing, and its frames."""
