@@ -1,6 +1,7 @@
 """A reward model: a Hugging Face sequence classifier that reads prompt and completion and gives one number.
 
-One that sees, as `rb.RewardModel` saves it of a model of Qwen-VL's kind, sees the images too.
+One that sees, or hears, as `rb.RewardModel` saves it of a model of Qwen-VL's or Qwen2-Audio's kind, takes images or
+sounds too.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlbench.data.prompts.encoded import EncodedMedia
-from rlbench.data.prompts.images import EncodedImage, unplaced
+from rlbench.data.prompts.images import unplaced
 from rlbench.data.prompts.lengths import open_tokenizer, text_ids
 from rlbench.data.texts.rendering import Renderer
 from rlbench.data.texts.rows import Reading
 from rlbench.errors import DataError
+from rlbench.rewards.hearing import HearingReader
 from rlbench.rewards.kinds import Board, Failure, Outcome, Reward, Scorer, shown
 from rlbench.rewards.last_tokens import padded, padding_for, padding_is, padding_token
 from rlbench.rewards.seeing import SeeingReader
@@ -32,8 +33,8 @@ class model(Scorer):
 
     A completion too long for the model has an error; none is cut. Texts are tokenised by its own tokenizer. A model of
     Qwen-VL's kind, as `rb.RewardModel` saves it, sees the images, by its own processor: the prompts', and those that an
-    environment showed. One of text alone refuses completions with images. Of several heads, as
-    `rb.RewardModel(heads=…)` has them, the reward is their weighted sum, and each is a component by its name.
+    environment showed; one of Qwen2-Audio's hears the prompts' sounds. One of text alone refuses both. Of several
+    heads, as `rb.RewardModel(heads=…)` has them, the reward is their weighted sum, and each is a component by its name.
 
     Args:
         path: folder or Hugging Face id of a model with a trained head of one output.
@@ -54,7 +55,7 @@ class model(Scorer):
     output: int | None = None
     as_sampled: bool = False
     chat: bool | None = None
-    _loaded: tuple[Any, Any, SeeingReader | None] | None = field(default=None, init=False)
+    _loaded: tuple[Any, Any, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -72,15 +73,15 @@ class model(Scorer):
 
         model, tokenizer, reader = self._load()
         heads = HeadShape.of(model.config).heads
-        self._check_sees(rollouts, reader)
-        rows: list[tuple[int, list[int], tuple[EncodedImage, ...]]] = []
+        self._check_takes(rollouts, reader)
+        rows: list[tuple[int, list[int], tuple[Any, ...]]] = []
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         for i, rollout in enumerate(rollouts):
             try:
-                ids, images = self.token_ids(rollout, tokenizer), rollout.all_images
+                ids, media = self.token_ids(rollout, tokenizer), media_of(rollout)
                 if reader is not None and not self.as_sampled:  # which has them expanded
-                    images = unplaced(images)
-                    ids = reader.expanded(ids, images)
+                    media = (*unplaced(rollout.all_images), *rollout.sounds)
+                    ids = reader.expanded(ids, media)
             except Exception as error:  # a chat template refuses roles and orders in its own ways
                 board.put(i, Failure.of(error), 0.0)
                 continue
@@ -88,21 +89,21 @@ class model(Scorer):
                 said = f"the reward model takes {longest} tokens, prompt and completion are {len(ids)}"
                 board.put(i, Failure(said, "leave it out by rollouts.select"), 0.0)
             else:
-                rows.append((i, ids, images))
+                rows.append((i, ids, media))
         rows.sort(key=lambda row: -len(row[1]))
         for first in range(0, len(rows), self.batch_size):
             board.check()
             chosen = rows[first : first + self.batch_size]
             started = time.perf_counter()
             with torch.inference_mode():
-                values = self._forward([ids for _, ids, _ in chosen], [images for _, _, images in chosen])
+                values = self._forward([ids for _, ids, _ in chosen], [media for _, _, media in chosen])
             outcomes = [reward_of(own, heads, "wanted a finite number") for own in values]
             board.put_all([i for i, _, _ in chosen], outcomes, time.perf_counter() - started)
 
     def token_ids(self, rollout: Rollout, tokenizer: Any) -> list[int]:
         """What the model reads of one completion: through its chat template, or prompt and completion in a row.
 
-        An image is one placeholder there; as sampled, all of its tokens.
+        An image, or a sound, is one placeholder there; as sampled, all of its tokens.
         """
         if self.as_sampled:
             return read_tokens(rollout, tokenizer)
@@ -126,43 +127,49 @@ class model(Scorer):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self) -> tuple[Any, Any, SeeingReader | None]:
+    def _load(self) -> tuple[Any, Any, Any]:
         if self._loaded is None:
             import torch
             from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-            from rlbench.rewards.seeing_classifier import seeing_classifier
+            from rlbench.rewards.media_classifier import hears, media_classifier
             from rlbench.rewards.shaped_head import HeadShape, shaped_classifier
 
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             try:
                 tokenizer = AutoTokenizer.from_pretrained(self.path)
                 config = AutoConfig.from_pretrained(self.path)
-                seeing = kind = seeing_classifier(config)
+                with_media = kind = media_classifier(config)
                 if not HeadShape.of(config).plain:
-                    kind = shaped_classifier(seeing or AutoModelForSequenceClassification._model_mapping[type(config)])
+                    kind = shaped_classifier(
+                        with_media or AutoModelForSequenceClassification._model_mapping[type(config)]
+                    )
                 model, report = (kind or AutoModelForSequenceClassification).from_pretrained(
                     self.path, dtype=getattr(torch, self.dtype), output_loading_info=True
                 )
             except (OSError, ValueError) as error:
                 raise DataError(f"{self.path} is no reward model that can be loaded: {error}") from error
             self._check(model, sorted(report["missing_keys"]))
-            reader = SeeingReader(model, str(self.path)) if seeing else None
+            reading = HearingReader if hears(config) else SeeingReader
+            reader = reading(model, str(self.path)) if with_media else None
             self._loaded = model.to(device).eval(), tokenizer, reader
         return self._loaded
 
-    def _check_sees(self, rollouts: Sequence[Rollout], reader: SeeingReader | None) -> None:
-        """Refuse images that the model would not see, whatever its template writes in their place, videos and
-        sounds."""
+    def _check_takes(self, rollouts: Sequence[Rollout], reader: SeeingReader | HearingReader | None) -> None:
+        """Refuse images or sounds that the model would not take, whatever its template writes in their place, and
+        videos."""
         refuse_videos(rollouts, f"the reward model {self.path}")
-        refuse_sounds(rollouts, f"the reward model {self.path}")
-        count = sum(bool(rollout.all_images) for rollout in rollouts)
-        if count and reader is None:
-            raise DataError(
-                f"{count} of {len(rollouts)} completions have images, and the reward model {self.path} sees none: take "
-                "one that does (rb.RewardModel trains and saves them of models of Qwen-VL's kind), or leave those "
-                "completions out by rollouts.select"
-            )
+        for held, does, kind, wanted in (
+            ("images", "sees", SeeingReader, "Qwen-VL's"),
+            ("sounds", "hears", HearingReader, "Qwen2-Audio's"),
+        ):
+            count = sum(bool(one.all_images if held == "images" else one.sounds) for one in rollouts)
+            if count and not isinstance(reader, kind):
+                raise DataError(
+                    f"{count} of {len(rollouts)} completions have {held}, and the reward model {self.path} {does} "
+                    f"none: take one that does (rb.RewardModel trains and saves them of models of {wanted} kind), or "
+                    "leave those completions out by rollouts.select"
+                )
 
     def _check(self, model: Any, missing: list[str]) -> None:
         """Refuse a classifier whose head was never trained, and an output that it does not have."""
@@ -179,13 +186,13 @@ class model(Scorer):
         if self.output is not None and not 0 <= self.output < outputs:
             raise DataError(f"model: output={self.output}, but {self.path} gives {outputs} numbers, counted from 0")
 
-    def _forward(self, rows: Sequence[Sequence[int]], images: Sequence[Sequence[EncodedImage]]) -> list[list[float]]:
+    def _forward(self, rows: Sequence[Sequence[int]], media: Sequence[Sequence[Any]]) -> list[list[float]]:
         """Return for each row the reward; of several heads what each says."""
         from rlbench.rewards.shaped_head import SHAPED, HeadShape, scores_at_the_ends
 
         model, _, reader = self._load()
         if reader is not None:
-            logits = reader.outputs(rows, images)
+            logits = reader.outputs(rows, media)
         else:
             padding = padding_for(rows, padding_token(model))
             ids, mask = padded(rows, padding)
@@ -231,7 +238,7 @@ def read_tokens(rollout: Rollout, tokenizer: Any) -> list[int]:
     return rendered.tokens[: int(rendered.trained.nonzero()[0][-1]) + 1].tolist()  # type: ignore[no-any-return]
 
 
-def media_of(rollout: Rollout) -> tuple[EncodedMedia, ...]:
+def media_of(rollout: Rollout) -> tuple[Any, ...]:
     """Return a completion's images, its prompt's and those that an environment showed, or its prompt's sounds."""
     return rollout.all_images or rollout.sounds
 
@@ -253,13 +260,4 @@ def refuse_videos(rollouts: Iterable[Rollout], who: str) -> None:
         raise DataError(
             f"{count} completions are of prompts with videos, and {who} watches none: score them by a function, which "
             "finds rollout.videos, or leave them out by rollouts.select"
-        )
-
-
-def refuse_sounds(rollouts: Iterable[Rollout], who: str) -> None:
-    """Refuse completions whose prompts have sounds, which no reward model here hears."""
-    if count := sum(bool(rollout.sounds) for rollout in rollouts):
-        raise DataError(
-            f"{count} completions are of prompts with sounds, and {who} hears none: score them by a function, which "
-            "finds rollout.sounds, or leave them out by rollouts.select"
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SeeingReader:
-    """Of one model of `seeing_classifier`, and of how its checkpoint takes images."""
+    """Of one model of `media_classifier`, and of how its checkpoint takes images."""
 
     def __init__(self, model: Any, source: str) -> None:
         self._model, self._tokens = model, ImageTokens.of(source)
@@ -36,27 +36,21 @@ class SeeingReader:
         `images`: those of each row, whose placeholders stand in it, expanded; places count from the row's first token.
         """
         import torch
-        from torch.nn.functional import linear
 
-        from rlbench.rewards.shaped_head import SHAPED, scores_at_the_ends
+        from rlbench.rewards.shaped_head import scores_at_the_ends
 
         device = next(self._model.parameters()).device
         ids, mask = padded(rows, 0)
         pixels = [[self._pixels.read(image) for image in own] for own in images]
         positions, held = self._placed(rows, images, pixels, ids)
-        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        more = {"position_ids": positions}
         flat = [one for own in pixels for one in own]
         if flat:
-            inputs["pixel_values"] = torch.cat([patches for patches, _ in flat])
-            inputs["image_grid_thw"] = torch.stack([grid for _, grid in flat])
-        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+            more["pixel_values"] = torch.cat([patches for patches, _ in flat])
+            more["image_grid_thw"] = torch.stack([grid for _, grid in flat])
+        more = {name: tensor.to(device) for name, tensor in more.items()}
         with placeholders_at(self._model.base_model, held.to(device)):
-            if hasattr(self._model, SHAPED):
-                shaped = {name: inputs.pop(name) for name in ("input_ids", "attention_mask")}
-                return scores_at_the_ends(self._model, shaped["input_ids"], shaped["attention_mask"], **inputs)
-            states = self._model.base_model(**inputs, use_cache=False).last_hidden_state
-        last = states[torch.arange(len(rows), device=device), mask.sum(1).to(device) - 1]
-        return linear(last.float(), self._model.score.weight.float())
+            return scores_at_the_ends(self._model, ids.to(device), mask.to(device), **more)
 
     def _placed(
         self,

@@ -201,15 +201,17 @@ def _shaped(architecture: Any) -> type[Any]:
 
 @torch.no_grad()
 def scores_at_the_ends(model: Any, ids: Tensor, mask: Tensor, **more: Tensor) -> Tensor:
-    """Return what a `shaped_classifier` says at each row's last token, (B, outputs) float32.
+    """Return what a sequence classifier over a causal backbone says at each row's last token, (B, outputs) float32.
 
     Args:
         model: in this process, whole.
         ids, mask: (B, T) int64, padded behind.
         more: what else its backbone takes.
     """
-    head: ShapedHead | ShapedHeads = model.shaped_score
-    asked = head.shape.backbone_options
+    head: ShapedHead | ShapedHeads | None = getattr(model, SHAPED, None)
+    asked = {} if head is None else head.shape.backbone_options
     found = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **asked, **more)
     last = torch.arange(len(ids), device=ids.device) * ids.shape[1] + mask.sum(1) - 1
+    if head is None:
+        return linear(found.last_hidden_state.flatten(0, 1)[last].float(), model.score.weight.float())
     return head.scores(head.shape.states_of(found), positions=last)

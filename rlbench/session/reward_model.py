@@ -15,7 +15,7 @@ from rlbench.data.texts.rendering import Renderer
 from rlbench.engines.paths import model_name
 from rlbench.errors import BuildError, RLBenchError
 from rlbench.rewards import Board, Failure, Scorer
-from rlbench.rewards.reward_model import read_tokens, refuse_sounds, refuse_videos, reward_of
+from rlbench.rewards.reward_model import media_of, read_tokens, refuse_videos, reward_of
 from rlbench.runtime import registry
 from rlbench.runtime.starting import starting
 from rlbench.session import building
@@ -108,7 +108,6 @@ class RewardModel(Handle, Scorer):
         rows: dict[int, list[int]] = {}
         longest = Renderer.of(self.tokenizer).context
         refuse_videos(rollouts, f"the reward model {self.name!r}")
-        refuse_sounds(rollouts, f"the reward model {self.name!r}")
         for i, rollout in enumerate(rollouts):
             try:
                 ids = read_tokens(rollout, self.tokenizer)
@@ -122,8 +121,8 @@ class RewardModel(Handle, Scorer):
                 rows[i] = ids
         if not rows:
             return
-        images = [rollouts[i].all_images for i in rows]
-        pending = reward_steps.ask_scores(self.core, list(rows.values()), images)
+        media = [media_of(rollouts[i]) for i in rows]
+        pending = reward_steps.ask_scores(self.core, list(rows.values()), media)
         try:
             while True:
                 board.check()

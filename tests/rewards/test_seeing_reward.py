@@ -28,13 +28,13 @@ def eyes(request: Any, tmp_path_factory: Any) -> str:
     """A random classifier as `rb.RewardModel` saves one, with the processor of its family."""
     import torch
 
-    from rlbench.rewards.seeing_classifier import seeing_classifier
+    from rlbench.rewards.media_classifier import media_classifier
     from tests.trainers.seeing import build_eyes
 
     folder = str(tmp_path_factory.mktemp(request.param))
     seeing, processor = build_eyes(request.param, 1)
     seeing.config.num_labels = 1
-    classifier: Any = seeing_classifier(seeing.config)
+    classifier: Any = media_classifier(seeing.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         network = classifier(seeing.config)

@@ -88,6 +88,7 @@ def test_a_session_hears_trains_syncs_goes_back_and_saves_what_transformers_load
             session.undo()
         np.testing.assert_array_equal(session.logprobs(batch), before)
         learn_from_texts(session)
+        judged_and_valued(session, stream)
 
 
 def learn_from_texts(session: Any) -> None:
@@ -100,6 +101,24 @@ def learn_from_texts(session: Any) -> None:
     first = session.train_step(shown, "sft")["loss"]
     assert session.train_step(rb.data.pairs(rows, session), rb.rl.simpo()).grad_norm > 0
     assert float(-session.logprobs(shown)[shown.mask].mean()) < first
+
+
+def judged_and_valued(session: Any, stream: Any) -> None:
+    """Train a reward model that hears, and a policy against it with a critic that does."""
+    rows = [{**row, "chosen": "bell", "rejected": "horn", "heads": {"tone": "A"}} for row in asked()]
+    trainer = session.trainer("reward", data=rows, heads=["tone", "pace"], train_batch_size=4, lr=1e-2)
+    with trainer.session as rm:
+        first, *_, last = trainer.fit(4)
+        assert last["loss"] < first["loss"] and last["reward_accuracy/tone"] == 1.0
+        rollouts = session.rollout(asked(), n=2, max_tokens=4, seed=2)
+        scored = rollouts.score(rm)
+        kept = rb.rewards.model(
+            rm.save(str(Path(rm.frozen().path).parent / "kept")).path, as_sampled=True, device="cpu"
+        )
+        np.testing.assert_allclose(rollouts.score(kept).rewards, scored.rewards, atol=1e-4)
+        assert scored.components.keys() == {"tone", "pace"}
+        made = session.trainer("ppo", stream, rm, critic=True, **OPTIONS).fit(1)[0]
+        assert np.isfinite([made["reward"], made["critic_loss"], made["policy_loss"]]).all() and "tone" in str(made)
 
 
 def weights() -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_samples_of_a_trainer_are_scored_with_their_prompts_pictures(eyes: str, 
         strategy.reload_model(model)
         shown = [prompts[g].images for g in rollouts.group]
         others = [(b,) if images else images for images in shown]
-        return scored.rewards, *(scores_of(model, whole, strategy, images=seen).numpy() for seen in (shown, others))
+        return scored.rewards, *(scores_of(model, whole, strategy, media=seen).numpy() for seen in (shown, others))
 
     (rewards, expected, others), (texts, alone, _) = engine.run(made)
     assert rewards == pytest.approx(expected, abs=1e-5) and texts == pytest.approx(alone, abs=1e-5)
@@ -174,10 +174,10 @@ def test_what_a_reward_model_cannot_see_is_refused_and_the_ranks_go_on(eyes: str
         said = []
         for model, row, shown in ((sees, ids, images * 2), (blind, [5, 6, 7], images)):
             try:
-                scores_of(model, [row], strategy, images=[shown])
+                scores_of(model, [row], strategy, media=[shown])
             except DataError as error:
                 said.append(str(error))
-        return said, scores_of(sees, [ids], strategy, images=[images]).isfinite().all().item()
+        return said, scores_of(sees, [ids], strategy, media=[images]).isfinite().all().item()
 
     for said, finite in engine.run(made):
         assert "its 2 images" in said[0] and "sees none" in said[1] and finite

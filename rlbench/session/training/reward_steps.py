@@ -11,7 +11,9 @@ import numpy as np
 from rlbench.data import TrainBatch
 from rlbench.data.base.ragged import Ragged, rows_in_order
 from rlbench.data.batches.batch import to_score
-from rlbench.data.prompts.images import EncodedImage, PlacedImage, counted_from
+from rlbench.data.prompts.encoded import EncodedMedia
+from rlbench.data.prompts.images import PlacedImage, counted_from
+from rlbench.data.prompts.placing import by_kind
 from rlbench.data.record.metrics import Metrics
 from rlbench.dispatch.chain import ChainStep
 from rlbench.dispatch.pending import Pending
@@ -128,17 +130,19 @@ def save(core: SessionCore, path: str, dtype: str | None = None) -> Generator[Ch
     return replace((yield start_export(core, path, dtype, False, core.options.path)), scores=True)
 
 
-def ask_scores(core: SessionCore, rows: Sequence[Any], images: Sequence[Sequence[EncodedImage]]) -> Pending:
-    """Ask the ranks for the score after the last token of rows of token ids, two each at least, and the images of each
-    that they have placeholders for, places counted from its first token; gives `Scores`."""
+def ask_scores(core: SessionCore, rows: Sequence[Any], media: Sequence[Sequence[EncodedMedia]]) -> Pending:
+    """Ask the ranks for the score after the last token of rows of token ids, two each at least, and the images or
+    sounds of each that they have placeholders for, places counted from its first token; gives `Scores`."""
     short = [i for i, row in enumerate(rows) if len(row) < 2]
     if short:
         raise DataError(f"sequence {short[0]} has {len(rows[short[0]])} tokens: a prompt and a response are 2 at least")
     batch = to_score([row[:-1] for row in rows], [row[-1:] for row in rows])
-    if any(images):
-        batch = batch.replace(
-            images=tuple(counted_from(own, len(row) - 1) for own, row in zip(images, rows, strict=True))
-        )
+    held = [by_kind(own) for own in media]
+    if any(own["images"] for own in held):
+        seen = zip(held, rows, strict=True)
+        batch = batch.replace(images=tuple(counted_from(own["images"], len(row) - 1) for own, row in seen))
+    if any(own["sounds"] for own in held):
+        batch = batch.replace(sounds=tuple(own["sounds"] for own in held))
     return core.train.call_all("policy_forward", batch, PolicyOptions(), finish=_scores, what="score")
 
 
@@ -161,12 +165,13 @@ def _scores(parts: list[dict[str, Any]]) -> Scores:
     return Scores(np.asarray(found["scores"].values), None if by_head is None else np.asarray(by_head.values))
 
 
-def up_to_the_end(batch: TrainBatch) -> tuple[list[np.ndarray], list[tuple[EncodedImage, ...]]]:
+def up_to_the_end(batch: TrainBatch) -> tuple[list[np.ndarray], list[tuple[EncodedMedia, ...]]]:
     """Return each sequence's token ids up to its last trained token, behind which it is scored, and the images that
-    stand there, places counted from its first token."""
+    stand there, places counted from its first token, or its prompt's sounds."""
     if "videos" in batch.media:
         raise DataError("the sequences have videos, and reward models watch none: leave them out by batch.select")
-    rows, images = [], []
+    rows, media = [], list[tuple[EncodedMedia, ...]]()
+    sounds = batch.sounds or [()] * len(batch)
     masks: Ragged = batch.responses.with_values(batch.mask)
     held = batch.images or [()] * len(batch)
     for i, (prompt, response, mask, own) in enumerate(zip(batch.prompts, batch.responses, masks, held, strict=True)):
@@ -175,5 +180,5 @@ def up_to_the_end(batch: TrainBatch) -> tuple[list[np.ndarray], list[tuple[Encod
             raise DataError(f"sequence {i} has no trained token, so no end to be scored at: its mask is all False")
         rows.append(np.concatenate([prompt, response[: trained[-1] + 1]]))
         before = [image for image in own if not isinstance(image, PlacedImage) or image.at < trained[-1]]
-        images.append(counted_from(before, -len(prompt)))
-    return rows, images
+        media.append(counted_from(before, -len(prompt)) or sounds[i])
+    return rows, media

@@ -83,15 +83,15 @@ class ModelStage:
         return self._each(critic, batch, 1, "the critic's values", values)[0]
 
     def scores(
-        self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str, images: Sequence[Any] = ()
+        self, model: nn.Module, sequences: Sequence[Sequence[int]], doing: str, media: Sequence[Any] = ()
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return a local reward model's score of each sequence of token ids, with its images, (B,) float64; of several
-        heads also theirs, by name.
+        """Return a local reward model's score of each sequence of token ids, with its images or sounds, (B,) float64;
+        of several heads also theirs, by name.
 
         The model goes back to the host afterwards, so that only one is on the device.
         """
         with self._computing(model, send_away=True):
-            found = head_scores_of(model, sequences, self._strategy, self._micro_batch, images)
+            found = head_scores_of(model, sequences, self._strategy, self._micro_batch, media)
         check_stop(self._strategy.control, doing)
         heads = heads_of(model)
         by_head = {name: found[:, i].double().numpy() for i, name in enumerate(heads)}

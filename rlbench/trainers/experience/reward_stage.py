@@ -271,8 +271,8 @@ class Source:
         """
         doing = f"the reward {self.name!r}"
         if isinstance(self.reward, nn.Module):
-            sequences, images = agreed(control, doing, lambda: sequences_of(self.reward, rollouts, tokenizer))
-            found, by_head = models.scores(self.reward, sequences, doing, images)
+            sequences, media = agreed(control, doing, lambda: sequences_of(self.reward, rollouts, tokenizer))
+            found, by_head = models.scores(self.reward, sequences, doing, media)
             agreed(control, doing, lambda: _check_finite(doing, found))
             return found, by_head
         if not any(control.gather(rollouts.samples)):

@@ -126,13 +126,7 @@ def check_causal(path: str, architectures: Sequence[str], model_type: str, class
     """Refuse a checkpoint of something else than a causal language model (or where `classifiers`, one with a scalar
     head), by the names its config gives."""
     tasks = [found[0] for name in architectures if (found := TASK.search(name))]
-    if any(name.startswith(VISION_LANGUAGE) for name in architectures):
-        return
-    if any(name.startswith(AUDIO_LANGUAGE) for name in architectures):
-        if classifiers:
-            raise BuildError(
-                f"{path!r} is an audio-language model: reward models and critics read text and images alone"
-            )
+    if any(name.startswith((*VISION_LANGUAGE, *AUDIO_LANGUAGE)) for name in architectures):
         return
     known = {"ForCausalLM", *(["ForSequenceClassification"] if classifiers else [])}
     if tasks and not known.intersection(tasks):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.data.batches.batch import as_batch
-from rlbench.data.prompts.images import EncodedImage
+from rlbench.data.prompts.encoded import EncodedMedia
 from rlbench.errors import DataError, EngineError
 from rlbench.rewards.last_tokens import padded, padding_for, padding_is
 from rlbench.strategies.base import StrategyBase
@@ -20,12 +20,15 @@ from rlbench.strategies.sharding.tensor_parallel import split_over
 from rlbench.trainers.models.policy_module import TrainedPolicy, as_trained
 from rlbench.trainers.models.policy_spec import RewardSpec
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, heads_of, in_all, make_scalar
-from rlbench.trainers.models.value_model import image_reader, values_at
+from rlbench.trainers.models.value_model import media_reader, values_at
 from rlbench.trainers.passes.forward import check_token_ids, evaluating
-from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.packing import model_inputs
+from rlbench.trainers.passes.sounds import Reader
 from rlbench.user_code import user_code
 from rlbench.weights.names import transformers_class
+
+FILL = [0, 0]
+"""What a rank without a sequence computes, so that its peers' collectives complete."""
 
 
 class RewardModel(ScalarHeadModel):
@@ -43,8 +46,8 @@ def make_reward_model(
     """Make a frozen reward model on meta; `strategy.prepare_model(model)` shards it and loads its weights.
 
     `path` is a folder or hub id of a sequence classification model with one label, or of any causal checkpoint with
-    such a head, called `value_head_prefix` there; of a vision-language model, what `rb.RewardModel` saved. `seed` draws
-    a head that the checkpoint lacks, to train it.
+    such a head, called `value_head_prefix` there; of a model that sees or hears, what `rb.RewardModel` saved. `seed`
+    draws a head that the checkpoint lacks, to train it.
     """
     return make_scalar(RewardModel, path, dtype, value_head_prefix, seed, revision).requires_grad_(False)
 
@@ -90,11 +93,11 @@ def scores_of(
     sequences: Sequence[Sequence[int]],
     strategy: StrategyBase,
     batch_size: int = 8,
-    images: Sequence[Sequence[EncodedImage]] = (),
+    media: Sequence[Sequence[EncodedMedia]] = (),
 ) -> Tensor:
     """The score (B,) float32, on the host, of each of this rank's sequences at its last token, of several heads their
     weighted sum; collective. Arguments as of `head_scores_of`."""
-    found = head_scores_of(model, sequences, strategy, batch_size, images)
+    found = head_scores_of(model, sequences, strategy, batch_size, media)
     return in_all(model, found) if heads_of(model) else found[:, 0]
 
 
@@ -104,28 +107,34 @@ def head_scores_of(
     sequences: Sequence[Sequence[int]],
     strategy: StrategyBase,
     batch_size: int = 8,
-    images: Sequence[Sequence[EncodedImage]] = (),
+    media: Sequence[Sequence[EncodedMedia]] = (),
 ) -> Tensor:
     """The score of each head, (B, heads) float32, on the host; (B, 1) of one. Of this rank's sequences; collective.
 
     `model` is a `RewardModel`, a sequence classification model of transformers (whatever its padding token), or any
     module that gives (B,), (B, 1), or `.logits` of that shape for ids and an attention mask padded on the right.
-    `images`: those of each sequence, whose placeholders stand in it, expanded; for a `RewardModel` that sees.
+    `media`: images or sounds of each sequence, whose placeholders stand in it, expanded; for a `RewardModel` that sees,
+    or hears.
     """
-    control, reader = strategy.control, image_reader(model) if isinstance(model, ScalarHeadModel) else None
-    rows = list(zip(sequences, images or [()] * len(sequences), strict=True))
+    control, reader = strategy.control, media_reader(model) if isinstance(model, ScalarHeadModel) else None
+    rows = list(zip(sequences, media or [()] * len(sequences), strict=True))
 
     def check() -> None:
         if batch_size < 1 or any(len(ids) == 0 for ids in sequences):
             raise DataError(f"batch_size={batch_size} of sequences without a token: both are 1 at least.")
         check_token_ids(model, "the reward model", *sequences)
-        if any(images) and reader is None:
-            raise DataError(
-                f"prompts have images, and the reward model {type(model).__name__} sees none: take one that does, or "
-                "give it a tokenizer of its own (model.tokenizer), with which it reads the texts."
-            )
-        if reader is not None and any(images):
-            reader.check(as_batch(sequences, images))
+        if not any(media):
+            return
+        batch = as_batch(sequences, media)
+        for held in batch.media:
+            if reader is None or held not in reader.takes or held == "videos":  # which no reward model watches
+                does = {"images": "sees", "videos": "watches", "sounds": "hears"}[held]
+                raise DataError(
+                    f"prompts have {held}, and the reward model {type(model).__name__} {does} none: take one that "
+                    "does, or give it a tokenizer of its own (model.tokenizer), with which it reads the texts."
+                )
+        assert reader is not None
+        reader.check(batch)
 
     control.together("checking the sequences to score", check)
     together, first = strategy.rows.shared(rows) if split_over(model) > 1 else (rows, 0)
@@ -135,7 +144,7 @@ def head_scores_of(
     with evaluating(model), user_code():
         for step in range(max(control.gather(len(batches)))):
             places = batches[step] if step < len(batches) else []
-            part = [together[place] for place in places] or [([0], ())]
+            part = [together[place] for place in places] or [(FILL, ())]
             seen = reader is not None and any(control.gather(any(own for _, own in part)))
             found = _scored(model, part, strategy.device.device, reader if seen else None)
             scores[places] = found[: len(places)]
@@ -144,14 +153,16 @@ def head_scores_of(
 
 def _scored(
     model: nn.Module,
-    rows: Sequence[tuple[Sequence[int], Sequence[EncodedImage]]],
+    rows: Sequence[tuple[Sequence[int], Sequence[EncodedMedia]]],
     device: torch.device,
-    reader: ImageReader | None,
+    reader: Reader | None,
 ) -> Tensor:
-    """One forward; (B, heads) float32 on the host. `reader`: of the images, where any rank's rows have some."""
+    """One forward; (B, heads) float32 on the host. `reader`: of images or sounds, where any rank's rows have some."""
     sequences = [ids for ids, _ in rows]
     if isinstance(model, ScalarHeadModel):
-        batch = as_batch(sequences, [images for _, images in rows])
+        if reader is not None and max(map(len, sequences)) < len(FILL):  # no room for a blank sound behind the rows
+            rows, sequences = [*rows, (FILL, ())], [*sequences, FILL]
+        batch = as_batch(sequences, [media for _, media in rows])
         inputs = model_inputs(batch, device, packed=False)
         last = [row * inputs.input_ids.shape[1] + length - 1 for row, length in enumerate(inputs.lengths)]
         inputs = replace(inputs, predictors=torch.tensor(last, device=device))

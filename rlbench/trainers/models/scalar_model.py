@@ -1,7 +1,7 @@
 """A checkpoint's backbone under a head that gives one number per token: what critics and reward models share.
 
 It is transformers' own sequence classification architecture with one label, so that transformers loads what is saved;
-of vision-language models, for which it has none, `seeing_classifier`. A head that reads otherwise is a `ShapedHead`.
+of vision-language models, for which it has none, `media_classifier`. A head that reads otherwise is a `ShapedHead`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from rlbench.errors import BuildError
 from rlbench.nn import HuggingFaceFsdp2TrainModule
 from rlbench.nn.lora import Adapted, plain_name
-from rlbench.rewards.seeing_classifier import seeing_classifier
+from rlbench.rewards.media_classifier import media_classifier
 from rlbench.rewards.shaped_head import SHAPED, HeadShape, ShapedHead, ShapedHeads, shaped_classifier
 from rlbench.strategies.memory.offloading import HALF
 from rlbench.strategies.sharding.materialize import full_shapes
@@ -28,7 +28,7 @@ from rlbench.trainers.models.policy_module import config_of, on_meta
 from rlbench.trainers.passes.forward import taken_by
 
 HEAD = "score"
-OUTPUT_LAYERS = ("lm_head.", "embed_out.")
+OUTPUT_LAYERS = ("lm_head.", "embed_out.", "language_model.lm_head.")
 """Of a language model's checkpoint: what a scalar model has no use for."""
 
 
@@ -174,7 +174,7 @@ def make_scalar(
 
     config = config_of(path, revision)
     mapping = AutoModelForSequenceClassification._model_mapping
-    architecture = mapping[type(config)] if type(config) in mapping else seeing_classifier(config)
+    architecture = mapping[type(config)] if type(config) in mapping else media_classifier(config)
     headless = BuildError(
         f"{path!r} is a {config.model_type!r} model, for which transformers has no scalar head over a causal model; "
         "write the module yourself (rlbench.nn), or take another checkpoint."

@@ -29,9 +29,10 @@ from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
 from rlbench.trainers.models.scalar_model import HEAD, ScalarHeadModel, heads_of, make_scalar, shaped_head
 from rlbench.trainers.passes.balancing import balanced
 from rlbench.trainers.passes.forward import as_batch, differs, evaluating, probe_of, taken_by, vocabulary_of
-from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.packing import ModelInputs, model_inputs
 from rlbench.trainers.passes.sharing import shared
+from rlbench.trainers.passes.sounds import Reader, SoundReader
+from rlbench.trainers.passes.sounds import media_reader as reader_of
 from rlbench.user_code import user_code
 
 PROBE = ([0, 1, 0, 1, 1, 0, 1], [1, 0, 0, 1])
@@ -105,9 +106,10 @@ def valued(
     """
     if "videos" in batch.media:
         raise DataError("prompts have videos, and critics watch none: take an estimator without a critic")
-    if batch.has_sounds:
-        raise DataError("prompts have sounds, and critics hear none: take an estimator without a critic")
     scalar = isinstance(critic, ScalarHeadModel) or is_classifier(critic)
+    if "sounds" in batch.media and not (scalar and isinstance(media_reader(critic), SoundReader)):
+        name = type(critic).__name__
+        raise DataError(f"prompts have sounds, and the critic {name} hears none: make_critic of a model that does")
     packed = packed and scalar
     if not scalar:
         if ranks.size > 1:
@@ -124,7 +126,7 @@ def valued(
             inputs = inputs.weighed() if balance else inputs
             within.enter_context(balanced(critic, inputs.balance))
             if scalar:
-                if (reader := image_reader(critic)) is not None:
+                if (reader := media_reader(critic)) is not None:
                     inputs = reader.placed(inputs, batch, packed)  # on all ranks alike: a blank one where none is
                     within.enter_context(reader.placing(inputs))
                 asked = replace(inputs, predictors=inputs.predictors + after)
@@ -192,11 +194,12 @@ def values_at(critic: nn.Module, inputs: ModelInputs) -> Tensor:
         )
 
 
-def image_reader(critic: nn.Module) -> ImageReader | None:
-    """Return what reads images for a critic or reward model, which keeps their pixels; None of one that sees none."""
-    if "image_reader" not in vars(critic):
-        critic.image_reader = ImageReader.of(critic)  # type: ignore[assignment]
-    return vars(critic)["image_reader"]  # type: ignore[no-any-return]
+def media_reader(critic: nn.Module) -> Reader | None:
+    """Return what reads images or sounds for a critic or reward model, which keeps what it computes with; None of one
+    of text."""
+    if "media_reader" not in vars(critic):
+        critic.media_reader = reader_of(critic)  # type: ignore[assignment]
+    return vars(critic)["media_reader"]  # type: ignore[no-any-return]
 
 
 def is_classifier(critic: nn.Module) -> bool:

@@ -6,8 +6,8 @@ in by the model itself where its placeholder token stands. Positions are those o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.prompts.sounds import EncodedSound
 from rlbench.data.texts.media_features import shown_at
-from rlbench.data.texts.sound_features import SpectrogramReader
+from rlbench.data.texts.sound_features import BLANK_TOKENS, SpectrogramReader, blank_sound, sounds_at
 from rlbench.data.texts.sound_tokens import tokens_of_frames
 from rlbench.errors import DataError
 from rlbench.nn.huggingface import BaseHuggingFaceTrainModule
 from rlbench.trainers.passes.images import ImageReader, spans_of, with_one_more
 from rlbench.trainers.passes.packing import ModelInputs
-
-BLANK_TOKENS = 2
-"""Of a blank sound. transformers takes a row without two placeholders side by side for one that is not expanded."""
 
 
 class SoundReader:
@@ -71,7 +68,11 @@ class SoundReader:
         counts = [[self._length(mask) for _, mask in own] for own in read]
         if max((count for own in counts for count in own), default=0) < BLANK_TOKENS:
             inputs = with_one_more(inputs, self._token, packed, BLANK_TOKENS)
-            sounds, prompts, read = [*sounds, (None,)], [*prompts, 0], [*read, [self._blank()]]
+            sounds, prompts, read = (
+                [*sounds, (None,)],
+                [*prompts, 0],
+                [*read, [blank_sound(self._module.model.audio_tower)]],
+            )
             counts = [*counts, [BLANK_TOKENS]]
         device, ids = inputs.input_ids.device, inputs.input_ids.cpu()
         held = torch.zeros_like(ids, dtype=torch.bool)
@@ -88,7 +89,7 @@ class SoundReader:
         """Have the model take as placeholders those of the sounds alone, where a policy sampled the token too."""
         if inputs.placeholders is None:
             return nullcontext()
-        return _placeholders_at(self._module.model, self._token, inputs.placeholders)
+        return sounds_at(self._module.model, self._token, inputs.placeholders)
 
     def _tokens(self, sound: EncodedSound) -> int:
         if sound.digest not in self._counts:
@@ -99,15 +100,6 @@ class SoundReader:
         """Return how many tokens a sound of these frames takes, by the model's own rule."""
         return tokens_of_frames(int(mask.sum()), self._module.model.audio_tower._get_feat_extract_output_lengths)
 
-    def _blank(self) -> tuple[Tensor, Tensor]:
-        """Return the spectrogram of a sound of BLANK_TOKENS, which holds nothing, and its frames."""
-        config, tower = self._module.config.audio_config, self._module.model.audio_tower
-        frames = config.max_source_positions * tower.conv1.stride[0] * tower.conv2.stride[0]
-        mask = torch.zeros(frames, dtype=torch.int64)
-        while int(tower._get_feat_extract_output_lengths(mask.sum())[1]) < BLANK_TOKENS:
-            mask[: int(mask.sum()) + 1] = 1
-        return torch.zeros(config.num_mel_bins, frames), mask
-
 
 Reader = ImageReader | SoundReader
 
@@ -115,31 +107,6 @@ Reader = ImageReader | SoundReader
 def media_reader(module: nn.Module) -> Reader | None:
     """Return what reads images and videos, or sounds, for a model; None of a model of text."""
     return ImageReader.of(module) or SoundReader.of(module)
-
-
-@contextmanager
-def _placeholders_at(backbone: Any, token: int, held: Tensor) -> Iterator[None]:
-    """Have a backbone put its sounds at the tokens that are `held` (B, T) bool, wherever else the placeholder stands.
-    It looks for placeholders in its ids: the others are hidden there, and shown to its embedding again."""
-    whole: list[Tensor] = []
-
-    def hide(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        whole[:] = [given["input_ids"]]
-        hidden = (given["input_ids"] == token) & ~held
-        return args, {**given, "input_ids": given["input_ids"].masked_fill(hidden, 0 if token else 1)}
-
-    def show(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(whole)
-
-    hooks = [
-        backbone.register_forward_pre_hook(hide, with_kwargs=True),
-        backbone.get_input_embeddings().register_forward_pre_hook(show, prepend=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _extractor_of(module: Any) -> Any:
