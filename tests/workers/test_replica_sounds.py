@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from rlbench.data import EncodedSound, Prompt
 from rlbench.data.rollouts.jobs import GenerateJob
+from rlbench.data.runs.journal import read
+from rlbench.data.runs.traces import Traces
 from rlbench.envs import Step
 from rlbench.errors import DataError
 from rlbench.workers.replica.config import ReplicaConfig
+from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.vllm import VllmReplica
 from tests.hearing import RATE, features, save_ears, sounds, tokens_of
 from tests.workers.ending import end_here
@@ -183,3 +188,89 @@ def test_the_features_of_both_libraries_are_the_same(replica, lane, reference, p
     (item,) = made["mm_kwargs"]["audio"]
     ours = features(reference[1].feature_extractor, [EncodedSound.from_any((sound.samples(RATE), RATE))])
     assert torch.equal(item["input_features"].data, ours["input_features"][0])
+
+
+# -- behind a URL
+
+
+def given(*heard: EncodedSound, text: str = "what?") -> list[dict[str, Any]]:
+    """A message as OpenAI's clients send it, with what they may say besides."""
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": one.data_url.split(",")[1], "format": "wav"}, "uuid": "mine"}
+        for one in heard
+    ]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def post(replica: VllmReplica, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Asks the replica's endpoint; `.journal` is its file."""
+    journal = tmp_path_factory.mktemp("endpoint") / "0.jsonl"
+    port = lane(replica.serve, ServeOptions(str(journal), {"policy": None}, "key"))
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"Authorization": "Bearer key"})
+
+    def asking(messages: Any, run: str = "a", **body: Any) -> httpx.Response:
+        asked = {"model": "policy", "messages": messages, "max_tokens": 4, "temperature": 0, **body}
+        return client.post("/v1/chat/completions", json=asked, headers={"X-Rlbench-Run": run})
+
+    asking.journal = journal  # type: ignore[attr-defined]
+    yield asking
+    lane(replica.unserve)
+
+
+def said(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_clients_give_sounds_and_traces_keep_them(post: Any, reference: tuple[Any, Any]) -> None:
+    one, other = sounds(2)
+    fast = EncodedSound.from_any((other.samples(44_100), 44_100))
+    said(post(given(one)))
+    assert said(post(given(fast), run="b")) == said(post(given(fast, text="what?"), run="c"))
+    said(post([{"role": "user", "content": "what?"}], run="d"))
+    calls = list(read(post.journal))
+    assert len(calls) == 4 and calls[1].prompt == calls[2].prompt != calls[0].prompt
+    rollouts = Traces.of(calls, lambda ids: "", "", None).rollouts
+    heard = [prompt.sounds for prompt in rollouts.prompts]
+    assert sorted(len(own) for own in heard) == [0, 1, 1] and rollouts.samples == 4
+    for number, response in enumerate(rollouts.responses):
+        prompt = rollouts.prompts[rollouts.group[number]]
+        ids, logprobs = expected(reference, prompt, response.tolist())
+        assert ids == rollouts.prompt_ids[rollouts.group[number]].tolist()
+        sampled, mask = (
+            rollouts.responses.with_values(column)[number] for column in (rollouts.logprobs, rollouts.mask)
+        )
+        assert np.abs(logprobs - sampled)[mask].max() < 1e-4, "the endpoint heard what transformers hears"
+    assert [own[0].rate for own in heard if own] == [RATE, RATE]
+
+
+def test_what_clients_may_not_give_is_refused_and_later_sounds_are_not_trained_on(post: Any, tmp_path: Path) -> None:
+    one, other = sounds(2)
+    (tmp_path / "x.wav").write_bytes(one.data)
+    long = EncodedSound.from_any((np.zeros(31 * RATE, np.int16), RATE))
+    for token, part in (
+        ("its part holds none", {"type": "input_audio", "input_audio": {"path": str(tmp_path / "x.wav")}}),
+        ("no base64", {"type": "input_audio", "input_audio": {"data": "!!!", "format": "wav"}}),
+        ("sound 0", {"type": "input_audio", "input_audio": {"data": "aGVsbG8=", "format": "wav"}}),
+        ("takes text and sounds", {"type": "audio_url", "audio_url": {"url": (tmp_path / "x.wav").as_uri()}}),
+        ("takes text and sounds", {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}),
+        ("token for a sound", {"type": "text", "text": "<|AUDIO|>"}),
+        ("longer than the 30 s", given(long)[0]["content"][0]),
+    ):
+        answer = post([{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}])
+        assert answer.status_code == 400 and token in answer.text, (token, answer.text)
+    assert "the model takes 2" in post(given(one, one, one)).text
+    assert "media_io_kwargs" in post(given(one), media_io_kwargs={"audio": {}}).text
+    begin = sum(1 for _ in read(post.journal))
+    plain = {"run": "late", "logit_bias": {"65": 100}}  # an answer that a client gives back as it was
+    asked = given(one)
+    for more in ([{"role": "user", "content": "sure?"}], given(other), []):
+        asked += [{"role": "assistant", "content": said(post(asked, **plain))}, *more]
+    calls = list(read(post.journal))[begin:]
+    assert [call.parent for call in calls] == [None, *((call.number, 0) for call in calls[:2])]
+    rollouts = Traces.of(calls[:2], lambda ids: "", "", None).rollouts
+    assert [len(prompt.sounds) for prompt in rollouts.prompts] == [1] and rollouts.samples == 1
+    assert rollouts.prompt_ids[0].tolist() == calls[0].prompt
+    with pytest.raises(DataError, match=r"run 'late' was given a sound after its first call.*traces\.select"):
+        _ = Traces.of(calls, lambda ids: "", "", None).rollouts

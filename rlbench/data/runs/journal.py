@@ -7,7 +7,7 @@
 
 `parent`: the call, and which of its choices, that this one continues; of the `messages`, only those behind its own. A
 request whose messages have images, as data URLs, has the digests of all of them as `images`, and the prompt's tokens
-where they begin as `image_places`.
+where they begin as `image_places`; of sounds, in parts `input_audio`, likewise `sounds` and `sound_places`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class Call:
     def key(self) -> tuple[str, int]:
         """What no other call of the session has."""
         return self.server, self.number
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Digests of the images, or the sounds, in its messages and those before them."""
+        return tuple(self.request.get("images") or self.request.get("sounds") or ())
 
     @property
     def tokens(self) -> int:

@@ -77,7 +77,7 @@ def rollouts_of(runs: Sequence[Run], decode: Callable[[list[int]], str], tokeniz
     groups: dict[Any, list[Row]] = {}
     for run in runs:
         for row in rows_of(run, decode):
-            alike = tuple(row.prompt), tuple(row.root.request.get("images", ()))
+            alike = tuple(row.prompt), row.root.media
             groups.setdefault(run.group or alike, []).append(row)
     prompts, shared, keys, begins = [], {}, [], []
     rows: list[Row] = []
@@ -140,6 +140,7 @@ def _row(run: Run, way: list[tuple[Call, int]], trained: set[Place], decode: Cal
     for turn, (call, number) in enumerate(way):
         row.images += _shown(call, len(row.images))
         if turn:
+            _check_heard(call, root)
             row.observe(call.prompt[call.ahead :], turn - 1)
             messages += without_images(call.request.get("messages", ()))
         place = (*call.key, number)
@@ -151,6 +152,15 @@ def _row(run: Run, way: list[tuple[Call, int]], trained: set[Place], decode: Cal
     said = [decode(call.choices[number].ids) for call, number in way]
     row.info = {"run": run.name, "turns": len(way), "messages": messages, **said_facts(messages, said), "steps": steps}
     return row
+
+
+def _check_heard(call: Call, root: Call) -> None:
+    """Refuse sounds behind those of a run's first call: completions have those of their prompt alone."""
+    if len(call.request.get("sounds", ())) > len(root.request.get("sounds", ())):
+        raise DataError(
+            f"run {call.run!r} was given a sound after its first call, and rollouts hold those of prompts alone: leave "
+            "it out by traces.select(…)"
+        )
 
 
 def _shown(call: Call, before: int) -> list[PlacedImage]:
@@ -181,9 +191,12 @@ def _opening(rows: Sequence[Row]) -> tuple[Prompt, list[int]]:
     run, request = rows[0].run, rows[0].root.request
     content = request.get("messages") or request.get("prompt")
     common = _common([row.prompt for row in rows])
-    shown = [row.root.request.get("images", ()) for row in rows]
+    shown = [row.root.media for row in rows]
     alike = all(row.prompt == common for row in rows) and shown == shown[:1] * len(rows)
     if not (alike and isinstance(content, str | list)):
+        if any(row.root.request.get("sounds") for row in rows):
+            said = f"the runs of group {run.group!r} begin differently, and have sounds"
+            raise DataError(f"{said}: give each beginning a group of its own")
         content = common = common[: min([image.at for row in rows for image in row.images] + [len(common)])]
     if not common:
         raise DataError(f"the runs of group {run.group!r} begin with different tokens: they have no prompt")

@@ -260,10 +260,15 @@ def takes(engine: LLMEngine, most: int, kind: MediaKind[Any]) -> str:
 def _decoded(engine: LLMEngine, one: EncodedMedia) -> Any:
     """Return a picture, or samples with the rate that the model's own feature extractor takes."""
     if isinstance(one, EncodedSound):
-        extractor = engine.renderer.get_mm_processor().info.get_feature_extractor()  # type: ignore[attr-defined]
+        extractor = feature_extractor(engine)
         return decoded_sound(one, extractor), int(extractor.sampling_rate)
     assert isinstance(one, EncodedImage)
     return one.pil()
+
+
+def feature_extractor(engine: LLMEngine) -> Any:
+    """Return that of a model that hears."""
+    return engine.renderer.get_mm_processor().info.get_feature_extractor()  # type: ignore[attr-defined]
 
 
 def _sampled(engine: LLMEngine, video: EncodedVideo) -> SampledFrames:
@@ -272,17 +277,18 @@ def _sampled(engine: LLMEngine, video: EncodedVideo) -> SampledFrames:
 
 
 def moved(media: MultiModalInput, ids: Sequence[int]) -> MultiModalInput:
-    """Return a model's input for other token ids, in which the same images stand, in the same order."""
+    """Return a model's input for other token ids, in which the same images, or sounds, stand, in the same order."""
+    (kind,) = media["mm_placeholders"]
     before, places, at = media["prompt_token_ids"], [], 0
-    for span in media["mm_placeholders"]["image"]:
+    for span in media["mm_placeholders"][kind]:
         run = before[span.offset : span.offset + span.length]
         while list(ids[at : at + span.length]) != run:
             at += 1
             if at + span.length > len(ids):
-                raise DataError("the run's earlier tokens have not the places for its images that its messages have")
+                raise DataError(f"the run's earlier tokens have not the places for its {kind}s that its messages have")
         places.append(replace(span, offset=at))
         at += span.length
-    return {**media, "prompt_token_ids": list(ids), "mm_placeholders": {"image": places}}
+    return {**media, "prompt_token_ids": list(ids), "mm_placeholders": {kind: places}}
 
 
 def collapsed(ids: Sequence[int], places: Collection[int]) -> list[int]:

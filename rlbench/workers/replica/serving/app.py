@@ -37,8 +37,8 @@ from rlbench.errors import DataError, nearest
 from rlbench.units import format_bytes
 from rlbench.workers.replica.serving.balancing import Balancer
 from rlbench.workers.replica.serving.client import SENDER, EngineClient, Sender
-from rlbench.workers.replica.serving.images import checked, media_parts
 from rlbench.workers.replica.serving.listening import CONNECTIONS, listening
+from rlbench.workers.replica.serving.media import TakenMedia
 from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.serving.refusal import Refusal
 
@@ -85,12 +85,12 @@ def check_parsers(options: ServeOptions) -> None:
 
 
 class Gate:
-    """ASGI: lets in who knows `key`, and hands on what it read: the body, with its images checked, and which run the
-    request belongs to. `images`: how many a request may have; `fetch`: whether addresses of such are read; `begin`:
-    what the tokenizer puts before a text."""
+    """ASGI: lets in who knows `key`, and hands on what it read: the body, with its images or sounds checked, and which
+    run the request belongs to. `taken`: which a request may have; `fetch`: whether addresses of images are read;
+    `begin`: what the tokenizer puts before a text."""
 
-    def __init__(self, app: Any, key: str, images: int, fetch: bool, begin: str) -> None:
-        self._app, self._key, self._images, self._fetch = app, key.encode(), images, fetch
+    def __init__(self, app: Any, key: str, taken: TakenMedia, fetch: bool, begin: str) -> None:
+        self._app, self._key, self._taken, self._fetch = app, key.encode(), taken, fetch
         self._begin = begin
         self.balancer: Balancer | None = None  # where there are several replicas
 
@@ -117,14 +117,14 @@ class Gate:
     async def _serve(
         self, scope: Any, path: str, run: str, asked: dict[str, Any], body: bytes, receive: Any, send: Any
     ) -> None:
-        """Have the app answer a request whose body was read; Refusal of images and texts that it must not see."""
-        images: tuple[str, ...] = ()
+        """Have the app answer a request whose body was read; Refusal of media and texts that it must not see."""
+        media: tuple[str, ...] = ()
         begun = begins_once(asked, self._begin)
-        if parts := media_parts(asked, self._images):
-            images = await asyncio.to_thread(checked, parts, self._fetch)
+        if parts := self._taken.parts_of(asked):
+            media = await asyncio.to_thread(self._taken.checked, parts, self._fetch)
         if parts or begun:
             body = json.dumps(asked).encode()
-        SENDER.set(Sender(run, asked, images))
+        SENDER.set(Sender(run, asked, media))
         sent = False
 
         async def replay() -> Any:
@@ -221,7 +221,7 @@ class Server:
         self.client, self.options = client, options
         first = begin_text(client.renderer.tokenizer)
         app = self._gate = Gate(
-            make_app(client, options, model), options.key, client.images, options.fetch_images, first
+            make_app(client, options, model), options.key, client.taken, options.fetch_images, first
         )
         self._socket = listening(options.host, options.port)
         self.port = int(self._socket.getsockname()[1])

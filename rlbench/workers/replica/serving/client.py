@@ -18,12 +18,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from rlbench.data.prompts.placing import IMAGE
+from rlbench.data.prompts.placing import SOUND
 from rlbench.data.prompts.sampling import NEUTRAL
 from rlbench.data.runs.journal import Call, Choice, line_of, read
 from rlbench.envs.policy import UNKEPT
 from rlbench.workers.replica.guests import Guest, Guests
-from rlbench.workers.replica.media import media_limit, moved, place_tokens
+from rlbench.workers.replica.media import feature_extractor, media_limit, model_kind, moved, place_tokens
+from rlbench.workers.replica.serving.media import TakenMedia
 from rlbench.workers.replica.serving.runs import Joined, Runs
 from rlbench.workers.replica.serving.texts import WholeTexts
 
@@ -33,11 +34,12 @@ KEPT_OF_REQUEST = ("tools", "tool_choice", "chat_template_kwargs", "prompt")
 
 @dataclass(frozen=True)
 class Sender:
-    """Who asks: the `run` it names ("" for none), its request's body, and the digests of the images in that."""
+    """Who asks: the `run` it names ("" for none), its request's body, and the digests of the images, or
+    the sounds, in that."""
 
     run: str
     body: Mapping[str, Any]
-    images: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
 
 SENDER: contextvars.ContextVar[Sender] = contextvars.ContextVar("sender")
@@ -87,7 +89,9 @@ class EngineClient:
         self._server = journal.stem
         self._runs = Runs(self.renderer.tokenizer, "~" if self._server == "0" else f"~{self._server}.")
         self._numbers = itertools.count()
-        self.images = media_limit(engine, IMAGE)
+        kind = model_kind(engine)
+        most = media_limit(engine, kind)
+        self.taken = TakenMedia(kind, most, feature_extractor(engine) if kind is SOUND and most else None)
         self._places = place_tokens(engine)
         self.counts = {"open": 0, "calls": 0, "tokens": 0}
         if journal.exists():  # a replica that was built again goes on where the one before it was
@@ -110,14 +114,14 @@ class EngineClient:
     async def _outputs(
         self, prompt: Any, params: SamplingParams, sender: Sender
     ) -> AsyncGenerator[RequestOutput, None]:
-        if prompt.get("type") != "token" and not sender.images:
-            raise VLLMValidationError("this endpoint takes text and images alone: no audio or embeddings")
+        if prompt.get("type") != "token" and not sender.media:
+            raise VLLMValidationError("this endpoint takes text, and what its model sees or hears: no embeddings")
         ids = prompt["prompt_token_ids"]
         for kind, token in self._places.items():
-            if token in ids and not (kind is IMAGE and sender.images):
+            if token in ids and not (kind is self.taken.kind and sender.media):
                 raise VLLMValidationError(f"the text holds the model's token for {kind.one}, and there is none")
         unkept = sender.run == UNKEPT
-        joined = Joined(list(ids), UNKEPT) if unkept else self._runs.joined(sender.run, ids, sender.images)
+        joined = Joined(list(ids), UNKEPT) if unkept else self._runs.joined(sender.run, ids, sender.media)
         if joined.differs is not None:
             room = self.model_config.max_model_len - len(joined.ids)
             if room < 1:
@@ -125,7 +129,7 @@ class EngineClient:
                     f"This model's maximum context length is {self.model_config.max_model_len} tokens; the run has "
                     f"{len(joined.ids)} already."
                 )
-            told = moved(prompt, joined.ids) if sender.images else tokens_input(joined.ids)
+            told = moved(prompt, joined.ids) if sender.media else tokens_input(joined.ids)
             prompt = {**told, "cache_salt": prompt["cache_salt"]} if "cache_salt" in prompt else told
             params.max_tokens = min(params.max_tokens or room, room)
         unasked = params.logprobs is None
@@ -158,7 +162,7 @@ class EngineClient:
             self.counts["open"] -= 1
             if not finished:
                 self._guests.drop(collector.request_id)
-            spans = prompt["mm_placeholders"]["image"] if sender.images else ()
+            spans = prompt["mm_placeholders"][self.taken.kind.place] if sender.media else ()
             places = [int(span.offset) for span in spans]
             self._keep(number, joined, params, sender, taken, version if adapter is not None else None, places)
 
@@ -173,13 +177,16 @@ class EngineClient:
         places: list[int],
     ) -> None:
         """Write a call that is over, and let later ones continue it; one without a token, or that is not to be kept,
-        leaves nothing. `version`: of all tokens, where vLLM does not know it; `places`: where its images begin."""
+        leaves nothing. `version`: of all tokens, where vLLM does not know it; `places`: where its images
+        or sounds begin."""
         if joined.run == UNKEPT or not any(one.ids for one in taken):
             return
         for one in taken:
             if version is not None or not one.versions:  # vLLM's label is of what was synced last, and comes at the end
                 one.versions = [(0, self._version_of(None) if version is None else version)]
         messages = sender.body.get("messages") or []
+        name = self.taken.kind.name
+        held = {f"{name}s": list(sender.media), f"{name}_places": places} if sender.media else {}
         request = {name: sender.body[name] for name in KEPT_OF_REQUEST if sender.body.get(name) is not None}
         call = Call(
             server=self._server,
@@ -190,9 +197,7 @@ class EngineClient:
             parent=joined.parent,
             ahead=joined.ahead,
             prompt=joined.ids,
-            request=request
-            | ({"messages": messages[joined.messages :]} if messages else {})
-            | ({"images": list(sender.images), "image_places": places} if sender.images else {}),
+            request=request | ({"messages": messages[joined.messages :]} if messages else {}) | held,
             sampling=_kept(params),
             differs=joined.differs,
             choices=[Choice(**vars(one)) for one in taken],

@@ -32,14 +32,14 @@ class Joined:
 @dataclass(frozen=True, eq=False)
 class _Node:
     """What a call and one of its choices leave to be continued: token ids, their text without white space, and digests
-    of the images among them."""
+    of the images, or sounds, among them."""
 
     call: int
     choice: int
     ids: list[int]
     squeezed: str
     messages: int
-    images: tuple[str, ...]
+    media: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -52,9 +52,9 @@ class Runs:
     _nodes: collections.OrderedDict[str, list[_Node]] = field(default_factory=collections.OrderedDict)
     _unnamed: int = 0
 
-    def joined(self, run: str, ids: Sequence[int], images: tuple[str, ...] = ()) -> Joined:
-        """Find what a prompt continues: the longest of the run's calls whose text, up to white space, and images it
-        begins with.
+    def joined(self, run: str, ids: Sequence[int], media: tuple[str, ...] = ()) -> Joined:
+        """Find what a prompt continues: the longest of the run's calls whose text, up to white space, and images or
+        sounds it begins with.
 
         A client that names no run (`""`) continues any conversation of such clients, or begins one of its own.
         """
@@ -65,7 +65,7 @@ class Runs:
         fitting = [
             (name, node)
             for name, node in nodes
-            if squeezed.startswith(node.squeezed) and images[: len(node.images)] == node.images
+            if squeezed.startswith(node.squeezed) and media[: len(node.media)] == node.media
         ]
         if not fitting:
             return Joined(list(ids), run or self._new())
@@ -88,8 +88,8 @@ class Runs:
         for number, choice in enumerate(call.choices):
             if choice.ids:
                 ids = call.whole(number)
-                text, images = _squeezed(_text(self.tokenizer, ids)), tuple(call.request.get("images", ()))
-                nodes.append(_Node(call.number, number, ids, text, messages, images))
+                text, media = _squeezed(_text(self.tokenizer, ids)), call.media
+                nodes.append(_Node(call.number, number, ids, text, messages, media))
         self._nodes.move_to_end(call.run)
         if call.run.startswith(self.unnamed):
             self._unnamed = max(self._unnamed, int(call.run.removeprefix(self.unnamed)))
