@@ -90,6 +90,9 @@ def test_a_session_makes_one_of_its_model_and_finds_it_again(session: Any, tmp_p
         trainer.fit(2)
         again = session.trainer("reward", data=said, loss=loss, heads=heads, **OPTIONS)
         assert again.session.step == made.step == 2 and again.step()["step"] == 3
+        judged = again.evaluate(said[:16])
+        found = again.session.evaluate(rb.data.pairs(said[:16], again.session))
+        assert judged["eval/reward_accuracy/digits"] == pytest.approx(found.heads["digits"].accuracy)
         several_heads(again.session, said, session, tmp_path)
 
 
