@@ -88,6 +88,8 @@ def test_samples_with_their_rate_come_back_to_the_last_bit(samples: Any) -> None
     assert np.array_equal(sound.samples(RATE), TONE)
     assert (sound.seconds, sound.rate, sound.channels) == (0.25, RATE, 1)
     assert np.array_equal(sound.decoded()["array"], TONE)
+    peaks = sound.data.index(b"PEAK")
+    assert sound.data[peaks + 12 : peaks + 16] == bytes(4), "the second of writing, which would tell equal sounds apart"
 
 
 def test_a_path_and_the_audio_column_of_a_dataset_are_read_without_decoding(tmp_path: Path) -> None:

