@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,8 @@ from rlbench.errors import RLBenchError
 from rlbench.units import format_age, format_bytes
 
 PS_LIMIT_S, PARK_LIMIT_S = 2.0, 3600.0
+UNREAD = 141
+"""The status of a command that nobody reads any more: that of a program which SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +29,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except RLBenchError as error:
         print(f"rlbench {args.command}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout.fileno()):
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to print
+        return UNREAD
     return status
+
+
+def _is_unread(pipe: int) -> bool:
+    """Whether nobody reads a pipe any more, as behind `| head`."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run_setup(args: argparse.Namespace) -> int:

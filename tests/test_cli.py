@@ -110,6 +110,13 @@ def test_logs_of_a_cluster_that_others_run_says_where_they_are(state_folder, cap
     assert "nearest: actor/0" in capsys.readouterr().err
 
 
+def test_a_command_that_nobody_reads_ends_without_a_word():
+    command = [sys.executable, "-c", "import sys; from rlbench.cli import main; sys.exit(main(['options']))"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()  # as head does, once it has its lines
+    assert (process.stderr.read(), process.wait()) == (b"", cli.UNREAD)
+
+
 def test_the_last_lines_of_a_log_are_without_rays_markers(tmp_path):
     path = tmp_path / "worker.out"
     path.write_text(":job_id:01\n:actor_name:Host\n" + "".join(f"line {i}\n" for i in range(9)))
