@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from rlbench.weights.gloo import share_devices
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
+from rlbench.weights.vllm_names import unname_shared_memory
 from rlbench.weights.vllm_routing import RoutingRecord
 
 BACKEND = "rlbench"
@@ -350,11 +350,8 @@ class ReplicaWorkerMixin:
         return release_caches(cpu, gpu)
 
     def unname_shared_memory(self) -> None:
-        """Take their names from the files that tensor parallel workers of a host share, which all have open by now: a
-        worker that is killed then leaves nothing behind."""
-        if "VLLM_DIST_IDENT" in os.environ:
-            for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
-                file.unlink(missing_ok=True)  # each of the workers is asked
+        """See `rlbench.weights.vllm_names`."""
+        unname_shared_memory()
 
     def describe(self) -> dict[str, Any]:
         """Process id, GPU, bytes of the weights, and (address, bytes) of each KV buffer, of this worker."""

@@ -1,5 +1,6 @@
 """Weight sync between real ranks and a real vLLM replica: equal log-probs, versions, states, and what is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -219,9 +220,10 @@ def test_a_hub_id_without_network_says_so_in_one_sentence(cluster, monkeypatch):
 @pytest.mark.curve
 def test_a_tensor_parallel_replica_takes_the_trainers_weights_too(infer, tiny_path):
     wide = rb.InferenceEngine(str(tiny_path), name="wide-replica", dtype="float32", kv_cache_bytes=64 << 20)
-    before = set(Path("/dev/shm").glob("vllm_dist_*"))
     wide.build(tensor_parallel_size=2, data_parallel_size=1)
-    assert set(Path("/dev/shm").glob("vllm_dist_*")) <= before, "what a killed worker would leave"
+    mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in wide.info["pids"])
+    shared = re.findall(r"/dev/shm/.*", mapped)
+    assert shared and all(path.endswith(" (deleted)") for path in shared), "what a killed worker would leave"
     single = rb.TrainEngine(PolicySpec(str(tiny_path)), name="for-wide")
     single.build(tensor_parallel_size=1, data_parallel_size=1)
     single.run(perturb)

@@ -85,7 +85,6 @@ class VllmReplica:
         self._engine = vllm_setup.start_engine(self.config)
         self._tokenizer = self._engine.renderer.tokenizer
         self._engine.collective_rpc("init_weight_transfer_engine", args=({},))
-        self._engine.collective_rpc("unname_shared_memory")
         if self.config.return_routed_experts and self._on_cpu:
             self._engine.collective_rpc("record_routing")
         self._engine.set_weight_version("0")

@@ -73,11 +73,17 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     register_models(config.models)
     current().report(phase="building vLLM: weights, KV cache")
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
+        engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
     except RLBenchError:
         raise
     except Exception as error:
         raise BuildError(f"vLLM could not start on {config.path!r}: {error}") from error
+    if config.tensor_parallel_size > 1:
+        from rlbench.weights.vllm_names import unname_shared_memory
+
+        engine.collective_rpc("unname_shared_memory")
+        unname_shared_memory(engine.model_executor.rpc_broadcast_mq)  # type: ignore[attr-defined]
+    return engine
 
 
 def use_threads(count: int) -> None:
