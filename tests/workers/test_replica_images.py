@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 
 from rlbench import tiny
 from rlbench.data import EncodedImage, Prompt, as_prompts
-from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.data.runs.journal import read
 from rlbench.data.runs.traces import Traces
 from rlbench.envs import Step
@@ -31,6 +31,7 @@ from rlbench.workers.replica.serving.options import ServeOptions
 from rlbench.workers.replica.vllm import VllmReplica
 from tests.workers.ending import end_here
 
+from .media_jobs import drawn_as_expected, job
 from .seeing import PLACE, PLACE_TOKEN, Asks, Shows, expected, logprobs_at, remote
 from .turns import Rows
 from .turns import job as turns_job
@@ -97,22 +98,9 @@ def larger(prompt: Prompt) -> EncodedImage:
     return EncodedImage.from_any(prompt.images[0].pil().resize((112, 84)))
 
 
-def job(prompts: list[Prompt], n: int = 2, **sampling: Any) -> GenerateJob:
-    empty = turns_job([[1]] * len(prompts), n=n, **sampling)
-    return replace(empty, prompts=[p.content for p in prompts], asked=(), media=tuple(p.images for p in prompts))
-
-
 def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(replica, lane, reference, prompts):
-    arrays = lane(replica.generate, job(prompts, n=3, temperature=1.0))
-    rows = Rows(arrays)
-    assert sorted(rows.keys) == [(p, s) for p in range(5) for s in range(3)]
-    for key in rows.keys:
-        ids, logprobs = expected(reference, prompts[key[0]], rows.of("token_ids", key))
-        assert arrays.prompt_token_ids[key[0]] == ids
-        assert rows.of("logprobs", key) == pytest.approx(logprobs.tolist(), abs=1e-4)
+    arrays = drawn_as_expected(replica, lane, prompts, partial(expected, reference), within=1e-4)
     assert len(arrays.prompt_token_ids[0]) == len(arrays.prompt_token_ids[1]) > 10
-    again = Rows(lane(replica.generate, job(prompts, n=3, temperature=1.0)))
-    assert all(again.of("token_ids", key) == rows.of("token_ids", key) for key in rows.keys)
 
 
 def test_given_tokens_are_scored_with_their_images_and_a_begun_answer_is_continued(replica, lane, prompts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 
 from rlbench.data import EncodedVideo, Prompt
 from rlbench.data.prompts.images import EncodedImage
-from rlbench.data.rollouts.jobs import GenerateJob
 from rlbench.errors import DataError
 from rlbench.tiny.vision_model import build_model, build_processor
 from rlbench.workers.replica.config import ReplicaConfig
@@ -21,6 +21,7 @@ from rlbench.workers.replica.vllm import VllmReplica
 from tests.watching import ASKED, PLACE, file_of, moving, video
 from tests.workers.ending import end_here
 
+from .media_jobs import drawn_as_expected, job
 from .seeing import Asks, Shows, expected
 from .turns import Rows
 from .turns import job as turns_job
@@ -79,23 +80,10 @@ def prompts() -> list[Prompt]:
     ]
 
 
-def job(prompts: list[Prompt], n: int = 2, **sampling: Any) -> GenerateJob:
-    empty = turns_job([[1]] * len(prompts), n=n, **sampling)
-    return replace(empty, prompts=[p.content for p in prompts], asked=(), media=tuple(p.media for p in prompts))
-
-
 def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(replica, lane, reference, prompts):
-    arrays = lane(replica.generate, job(prompts, n=3, temperature=1.0))
-    rows = Rows(arrays)
-    assert sorted(rows.keys) == [(p, s) for p in range(5) for s in range(3)]
-    for key in rows.keys:
-        ids, logprobs = expected(reference, prompts[key[0]], rows.of("token_ids", key))
-        assert arrays.prompt_token_ids[key[0]] == ids
-        assert rows.of("logprobs", key) == pytest.approx(logprobs.tolist(), abs=1e-5)
+    arrays = drawn_as_expected(replica, lane, prompts, partial(expected, reference), within=1e-5)
     token = reference[1].video_token_id
     assert [arrays.prompt_token_ids[p].count(token) for p in range(5)] == [12, 12, 0, 12 + 12, 12]
-    again = Rows(lane(replica.generate, job(prompts, n=3, temperature=1.0)))
-    assert all(again.of("token_ids", key) == rows.of("token_ids", key) for key in rows.keys)
 
 
 def test_given_tokens_are_scored_with_their_videos_by_order_and_rate(replica, lane, prompts):
