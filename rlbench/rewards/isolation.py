@@ -22,7 +22,7 @@ def main() -> None:
     die_with(os.getppid())
     source, sink = private_streams()
     opening = pickle.loads(_frame(source) or b"")
-    gc.disable()  # what is imported makes little garbage, and looking for it takes a third of the time
+    gc.disable()  # while it imports: there is little garbage then
     try:
         job = pickle.loads(opening["job"])
         getattr(job, "prepare", lambda: None)()

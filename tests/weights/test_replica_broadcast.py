@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -128,12 +129,20 @@ def gap(replica: VllmReplica, model: PreTrainedModel) -> float:
     return float(np.abs(replica.prompt_logprobs([SEQUENCE])[0] - hf_logprobs(model, SEQUENCE)).max())
 
 
+def assert_nothing_is_left_by_a_kill(pids: set[int]) -> None:
+    """Queues, locks and what kernels share have no names any more."""
+    mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    shared = re.findall(r"/dev/shm/(?:psm_|sem\.mp-|vllm_dist).*", mapped)
+    assert shared and all(path.endswith(" (deleted)") for path in shared)
+
+
 def test_all_workers_take_their_share_and_keep_the_group(
     others: set[int], replica: VllmReplica, model: PreTrainedModel, sender: Sender
 ) -> None:
     assert replica.sync_facts().workers == 2
     assert listening_addresses() <= {"127.0.0.1", "::1"}, "its workers meet on this machine alone"
     assert gloo_devices(others) == [1, 1], "all groups of a worker share its device"
+    assert_nothing_is_left_by_a_kill(children() - others)
     assert len(sender.manifest.buckets) > 3
     for version in (1, 2):
         sending = sender.send()

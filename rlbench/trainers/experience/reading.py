@@ -22,8 +22,8 @@ def sequences_of(
     tokenizer of its own, with what the model takes of these."""
     own, completions = getattr(model, "tokenizer", None), list(rollouts.flat)
     media = [media_of(rollout) for rollout in completions]
+    refuse_videos(completions, f"the reward model {type(model).__name__}")
     if own is None or own is tokenizer:
-        refuse_videos(completions, f"the reward model {type(model).__name__}")
         sequences = [[*map(int, one.prompt_token_ids), *one.token_ids] for one in completions]
         return sequences, media if any(media) else []
     found = media_reader(model)

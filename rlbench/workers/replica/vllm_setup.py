@@ -66,12 +66,15 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from rlbench.weights.vllm_names import named_locks, unname_shared_memory
+
     check_routing(config)
     use_threads(thread_count(config))
     if config.tensor_parallel_size == 1:
         inspect_models_here()
     register_models(config.models)
     current().report(phase="building vLLM: weights, KV cache")
+    others = named_locks()
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
     except RLBenchError:
@@ -79,10 +82,8 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     except Exception as error:
         raise BuildError(f"vLLM could not start on {config.path!r}: {error}") from error
     if config.tensor_parallel_size > 1:
-        from rlbench.weights.vllm_names import unname_shared_memory
-
         engine.collective_rpc("unname_shared_memory")
-        unname_shared_memory(engine.model_executor.rpc_broadcast_mq)  # type: ignore[attr-defined]
+        unname_shared_memory(engine.model_executor.rpc_broadcast_mq, but=others)  # type: ignore[attr-defined]
     return engine
 
 
