@@ -30,6 +30,10 @@ def _end() -> None:
 
 if WORKER:
     atexit.register(_end)  # before all others: it runs after them
+keep_for_ever = gc.freeze
+"""Have garbage be looked for no more among what is there now."""
+if WORKER:  # vLLM freezes each engine, and at its end has all that was ever imported looked through again, twice
+    gc.freeze = gc.unfreeze = lambda: None
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
@@ -148,7 +152,7 @@ def pytest_collection() -> Iterator[object]:
         return (yield)
     finally:
         if WORKER:
-            gc.freeze()
+            keep_for_ever()
         if enabled:
             gc.enable()
 
@@ -158,7 +162,18 @@ def pytest_sessionfinish() -> None:
     """Look for garbage once: pytest does five times more, at the end of each process, over all that was imported."""
     if WORKER:  # which frees nothing at its end, see `_end`
         gc.collect()
-        gc.freeze()
+        keep_for_ever()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Look for garbage at the end of a file, and never again among what it has left: imports, most of all."""
+    try:
+        return (yield)
+    finally:
+        if WORKER and (nextitem is None or nextitem.path != item.path):
+            gc.collect()
+            keep_for_ever()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
