@@ -1,7 +1,8 @@
 """Tensors as raw files in a folder, and an index in JSON that says which part of a sharded one each is.
 
-A file holds one tensor, or small ones of a kind (the first two parts of their names). Where its bytes did not change
-since an earlier folder, it is a hard link to that folder's file. Nothing is pickled.
+A file holds one tensor, or small ones of a kind (the first two parts of their names), frozen ones apart from the
+others. Where its bytes did not change since an earlier folder, it is a hard link to that folder's file. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlbench.checkpoint.folder import sync, writing
 from rlbench.errors import CheckpointError
 
 INDEX = "index.json"
-SMALL_BYTES, FILE_BYTES = 1 << 18, 1 << 22
+SMALL_BYTES, FILE_BYTES = 1 << 21, 1 << 23
 ALIGNED = 16  # where a tensor begins in its file
 FIRST_COMPARED_BYTES, COMPARED_BYTES = 1 << 12, 1 << 20
 
@@ -87,11 +88,12 @@ def write_tensors(
 
 
 def _files_of(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names that one file each holds: small ones of a kind together, as a file costs more than they do."""
+    """Return the names that one file each holds: small ones of a kind together, as a file costs more than they do; what
+    is frozen apart, as it would be written again with what is trained."""
     files: list[list[str]] = []
-    room: dict[str, tuple[int, list[str]]] = {}  # of the file that is open for a kind
+    room: dict[tuple[object, ...], tuple[int, list[str]]] = {}  # of the file that is open for a kind
     for name, whole in tensors.items():
-        nbytes, kind = _size(local_part(whole)), "/".join(name.split("/")[:2])
+        nbytes, kind = _size(local_part(whole)), (*name.split("/")[:2], whole.requires_grad)
         left, names = room.get(kind, (-1, []))
         if nbytes > SMALL_BYTES or nbytes > left:
             left, names = FILE_BYTES, []

@@ -65,13 +65,13 @@ def test_small_tensors_of_a_kind_share_a_file(tmp_path: Path) -> None:
     first = {
         f"policy/parameter/{i}.{n}": torch.full((n,), i % 2, dtype=torch.bool) for i in range(9) for n in (0, 1, 7)
     }
-    first |= {"policy/buffer/x": torch.ones(3), "policy/parameter/large": torch.rand(1 << 17)}
+    first |= {"policy/buffer/x": torch.ones(3), "policy/parameter/large": torch.rand(1 << 20)}
     first |= {f"policy/parameter/after.{i}": torch.full((5,), float(i)) for i in range(3)}
     written = write_tensors(tmp_path / "a", first)
     assert len(list((tmp_path / "a").glob("*.bin"))) == 3, "small parameters, buffers, the large one"
     changed = first | {"policy/parameter/7.7": torch.zeros(7, dtype=torch.bool), "policy/buffer/x": torch.zeros(3)}
     again = write_tensors(tmp_path / "b", changed, before=tmp_path / "a")
-    assert (again.nbytes, again.fresh) == (written.nbytes, written.nbytes - 4 * (1 << 17))
+    assert (again.nbytes, again.fresh) == (written.nbytes, written.nbytes - 4 * (1 << 20))
     assert write_tensors(tmp_path / "c", changed, before=tmp_path / "b").fresh == 0
     for folder, tensors in (("a", first), ("b", changed), ("c", changed)):
         read = read_tensors(tmp_path / folder)
@@ -88,11 +88,22 @@ def test_a_file_of_other_tensors_is_not_shared(tmp_path: Path) -> None:
 
 
 def test_a_kind_fills_several_files(tmp_path: Path) -> None:
-    tensors = {f"p/x/{i}": torch.full((1 << 15,), float(i)) for i in range(70)}
+    tensors = {f"p/x/{i}": torch.full((1 << 18,), float(i)) for i in range(17)}
     write_tensors(tmp_path / "a", tensors)
     sizes = sorted(file.stat().st_size for file in (tmp_path / "a").glob("*.bin"))
-    assert sizes == [6 << 17, 4 << 20, 4 << 20]
+    assert sizes == [1 << 20, 8 << 20, 8 << 20]
     assert all(torch.equal(read, tensors[name]) for name, read in read_tensors(tmp_path / "a").items())
+
+
+def test_what_is_frozen_is_not_written_again_with_what_is_trained(tmp_path: Path) -> None:
+    tensors = {f"policy/parameter/{i}": torch.rand(50).requires_grad_(i % 2 == 0) for i in range(6)}
+    whole = write_tensors(tmp_path / "a", tensors)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.add_(tensor.requires_grad)
+    again = write_tensors(tmp_path / "b", tensors, before=tmp_path / "a")
+    assert (whole.fresh, again.fresh) == (6 * 200, 3 * 200)
+    assert all(torch.equal(read, tensors[name]) for name, read in read_tensors(tmp_path / "b").items())
 
 
 def test_writing_to_what_was_read_leaves_the_file_as_it_is(tmp_path: Path) -> None:
