@@ -82,3 +82,49 @@ def test_options_that_change_nothing_are_no_suspects():
 )
 def test_patterns(gap, entropy, said):
     assert causes.of_pattern(gap, np.arange(len(gap)) % 10, np.full(len(gap), entropy), 1e-4).startswith(said)
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def searched(true, known, reshape=lambda logits: logits):
+    """The temperature that is found for tokens drawn at `true` and known as of `known`, after how many passes, and the
+    squares of what is left at a temperature."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 3, (200, 30))
+    drawn = log_softmax(reshape(logits) / true)
+    tokens = [rng.choice(30, p=np.exp(row)) for row in drawn]
+    sampler, passes = drawn[np.arange(200), tokens], []
+
+    def gaps_at(temperature):
+        return (log_softmax(logits / temperature)[np.arange(200), tokens] - sampler).astype(np.float32)
+
+    def gaps(temperature):
+        passes.append(temperature)
+        return gaps_at(temperature)
+        yield
+
+    search = causes.nearest_temperature(gaps, known, gaps_at(known))
+    with pytest.raises(StopIteration) as stopped:
+        next(search)
+    return stopped.value.value, len(passes), lambda temperature: float(np.square(gaps_at(temperature)).sum())
+
+
+@pytest.mark.parametrize("known", [0.1, 0.7, 1.0, 1.4, 4.0])
+def test_the_temperature_of_the_sampler_is_found_from_whichever_is_known(known):
+    for true in (0.1, 0.25, 0.7, 0.99, 1.0, 1.4, 2.0, 4.0):
+        found, passes, _ = searched(true, known)
+        assert float(f"{found:.2g}") == true and passes <= (7 if known == 1.0 else 11), (true, found, passes)
+
+
+def test_where_no_temperature_explains_the_tokens_the_nearest_is_found():
+    def cut(logits):
+        return np.where(logits >= np.sort(logits, -1)[:, -3:-2], logits, -1e9)
+
+    for true in (0.5, 1.0, 1.3):
+        found, passes, left = searched(true, 1.0, cut)
+        grid = np.exp(np.linspace(np.log(causes.COLDEST), np.log(causes.HOTTEST), 2001))
+        nearest = grid[np.argmin([left(temperature) for temperature in grid])]
+        assert found == pytest.approx(nearest, rel=0.02) and left(found) > 0.01 and passes <= 9, (true, found, nearest)

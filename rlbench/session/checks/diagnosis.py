@@ -6,7 +6,7 @@ in the session.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from rlbench.session.core import SessionCore
 from rlbench.weights.probe import Probe
 from rlbench.weights.sync import allowed_gap, replica_logprobs
 
-HOTTEST, COLDEST, SEARCHED = 4.0, 0.1, 18
-GOLDEN = (5**0.5 - 1) / 2
+HOTTEST, COLDEST = 4.0, 0.1
+FIRST_STEP, CLOSE, PASSES = 0.1, 3e-3, 16
+"""Of the search for a temperature, on its logarithm: two digits of it are 0.005 apart at the least."""
 FIRST_OVER_REST, LEAST_CUT = 4.0, 8
 NOT_FINITE = (
     "log-probs that are not finite: weights with NaN or infinity, on the trainer or the replica. session.undo() or "
@@ -205,7 +206,7 @@ def cause_steps(core: SessionCore, batch: TrainBatch, weights: Weights, logprobs
     names = sorted({core.tokenizer.decode([int(i)]) for i in np.unique(ids[special])})
     if cause := of_tokens(gap, special, ", ".join(map(repr, names)), allowed):
         return cause
-    other = yield from _temperature(core, batch, allowed)
+    other = yield from _temperature(core, batch, logprobs, allowed)
     if other is not None:
         return TEMPERATURE.format(found=other, known=batch.temperature)
     for what, prompts in _other_prompts(batch, core.tokenizer):
@@ -243,28 +244,46 @@ def _other_prompts(batch: TrainBatch, tokenizer: Any) -> Iterator[tuple[str, lis
             yield f"have a generation prompt of the chat template, {text}, that was not there", cut
 
 
-def _temperature(core: SessionCore, batch: TrainBatch, allowed: float) -> Steps:
-    """Find the temperature, of two digits, at which the trainer gives the sampler's log-probs; None where none does."""
+def _temperature(core: SessionCore, batch: TrainBatch, logprobs: np.ndarray, allowed: float) -> Steps:
+    """Find the temperature, of two digits, at which the trainer gives the sampler's log-probs; None where none does.
 
-    def off(log_temperature: float) -> Steps:
-        ours = yield from score_steps(core, batch, temperature=float(np.exp(log_temperature)))
-        return float(np.square(ours - batch.sampler_logprobs)[batch.mask].mean())
+    `logprobs`: the trainer's, at the temperature that the batch knows.
+    """
 
-    low, high = float(np.log(COLDEST)), float(np.log(HOTTEST))
-    a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-    at_a = yield from off(a)
-    at_b = yield from off(b)
-    for _ in range(SEARCHED):  # golden section: each pass leaves 0.62 of the interval
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - GOLDEN * (high - low)
-            at_a = yield from off(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + GOLDEN * (high - low)
-            at_b = yield from off(b)
-    found = float(f"{np.exp((low + high) / 2):.2g}")
+    def gaps(temperature: float) -> Steps:
+        ours = yield from score_steps(core, batch, temperature=temperature)
+        return (ours - batch.sampler_logprobs)[batch.mask]
+
+    nearest = yield from nearest_temperature(gaps, batch.temperature, (logprobs - batch.sampler_logprobs)[batch.mask])
+    found = float(f"{nearest:.2g}")
+    if found == batch.temperature:
+        return None
     own = allowed * min(1.0, batch.temperature) / min(1.0, found)
-    ours = yield from score_steps(core, batch, temperature=found)
-    fits = float(np.abs(ours - batch.sampler_logprobs)[batch.mask].max()) <= own
-    return found if fits and found != batch.temperature else None
+    left = yield from gaps(found)
+    return found if float(np.abs(left).max()) <= own else None
+
+
+def nearest_temperature(gaps: Callable[[float], Steps], known: float, at_known: np.ndarray) -> Steps:
+    """Find the temperature at which the squares of `gaps` are least, to a hundredth of itself and better.
+
+    Gauss-Newton on the temperature's logarithm, whose derivative is that of the last two passes (a secant). Where a
+    step made it worse, the next goes less than half as far, as the least of a straight line between both says.
+
+    Args:
+        gaps: takes a temperature; steps that return trainer minus sampler there, of each token that counts (T,).
+        known: temperature to begin at.
+        at_known: the gaps there.
+    """
+    low, high = float(np.log(COLDEST)), float(np.log(HOTTEST))
+    here, best = float(np.clip(np.log(known), low, high)), np.asarray(at_known, np.float64)
+    step = FIRST_STEP if here + FIRST_STEP <= high else -FIRST_STEP
+    for _ in range(PASSES):
+        there = float(np.clip(here + step, low, high))
+        if abs(there - here) < CLOSE:
+            return float(np.exp(there))
+        other = np.asarray((yield from gaps(float(np.exp(there)))), np.float64)
+        slope = (other - best) / (there - here)
+        if other @ other < best @ best:
+            here, best = there, other
+        step = -float(slope @ best) / float(slope @ slope or 1.0)
+    return float(np.exp(here))
