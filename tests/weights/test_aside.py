@@ -48,6 +48,16 @@ def test_weights_buffers_and_packed_copies_come_back_however_they_were_replaced(
     assert own[3].weight is own[0].weight and own[0].weight.data_ptr() == address
 
 
+def test_the_kv_cache_is_neither_copied_nor_put_back() -> None:
+    """Of a replica it is most of the memory, and what it holds is not of the weights."""
+    own = model()
+    own[2].kv_cache = cache = torch.zeros(4)
+    aside = Aside(own)
+    cache.fill_(1.0)
+    aside.put_back()
+    assert own[2].kv_cache is cache and torch.equal(cache, torch.ones(4))
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_they_come_back_from_host_memory_at_the_addresses_that_graphs_hold() -> None:
     own, x = model().cuda(), torch.randn(4, 3, device="cuda")
