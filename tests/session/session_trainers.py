@@ -20,7 +20,16 @@ def prompts(count=64, seed=3):
 
 
 def grpo(session, **given):
-    return session.trainer("grpo", given.pop("prompts", None) or prompts(), tasks.reward, **{**OPTIONS, **given})
+    """A trainer whose steps are one micro-batch on each of two ranks."""
+    asked = given.pop("prompts", None) or prompts()
+    options = {**OPTIONS, "micro_train_batch_size": 16, **given}
+    return session.trainer("grpo", asked, tasks.reward, **options)
+
+
+def drop_trainer(session):
+    """Take the trainer off the ranks: it is no part of a snapshot of before it, whose restore would warn of it."""
+    session.train.call_all("drop_trainer").result()
+    session.core.trainer = None
 
 
 def checksum():

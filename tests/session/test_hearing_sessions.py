@@ -15,6 +15,8 @@ from tests.hearing import save_ears, sounds
 from tests.session.session_trainers import OPTIONS
 
 pytestmark = pytest.mark.engine
+FEW = {**OPTIONS, "rollout_batch_size": 4, "n": 2, "train_batch_size": 8, "micro_train_batch_size": 2}
+"""A sound costs 30 s of frames whatever its length: two micro-batches of a step on each rank, of few samples."""
 
 
 def asked() -> list[dict[str, Any]]:
@@ -36,7 +38,8 @@ def widen_tower() -> None:
 
 
 def reward(rollout: Any) -> float:
-    return float(len(rollout.text) % 2) + len(rollout.sounds)
+    """Another number for each completion: of two of a prompt one is better."""
+    return float(sum(rollout.token_ids) % 97) + len(rollout.sounds)
 
 
 def test_a_session_hears_trains_syncs_goes_back_and_saves_what_transformers_loads(cluster: Any, tmp_path: Path) -> None:
@@ -44,9 +47,9 @@ def test_a_session_hears_trains_syncs_goes_back_and_saves_what_transformers_load
 
     (tmp_path / "ears").mkdir()
     with rb.Session(save_ears(tmp_path / "ears"), train=rb.Train(lr=1e-3, shards=2)) as session:
-        rollouts = session.rollout(asked(), n=4, max_tokens=6, seed=1)
+        rollouts = session.rollout(asked(), n=2, max_tokens=6, seed=1)
         batch = rollouts.score(reward).batch(rb.rl.group_normalized())
-        assert [len(own) for own in batch.sounds] == [1] * 12 + [0] * 4
+        assert [len(own) for own in batch.sounds] == [1] * 6 + [0] * 2
         assert session.preflight(batch, strict=True).passed
         before = session.logprobs(batch)
         assert np.abs(before - rollouts.logprobs).max() < 1e-5, "the sampler heard the same"
@@ -73,7 +76,7 @@ def test_a_session_hears_trains_syncs_goes_back_and_saves_what_transformers_load
         session.unfreeze()
 
         stream = rb.data.PromptSet.of(rb.data.as_prompts(asked() * 2)).stream(seed=3)
-        trainer = session.trainer("grpo", stream, reward, trainer_class=SPMDPPOTrainerVL, **OPTIONS)
+        trainer = session.trainer("grpo", stream, reward, trainer_class=SPMDPPOTrainerVL, **FEW)
         (made,) = trainer.fit(1)
         assert np.isfinite(made["policy_loss"]) and made["mismatch/kl"] < 1e-6
 
@@ -117,7 +120,7 @@ def judged_and_valued(session: Any, stream: Any) -> None:
         )
         np.testing.assert_allclose(rollouts.score(kept).rewards, scored.rewards, atol=1e-4)
         assert scored.components.keys() == {"tone", "pace"}
-        made = session.trainer("ppo", stream, rm, critic=True, **OPTIONS).fit(1)[0]
+        made = session.trainer("ppo", stream, rm, critic=True, **FEW).fit(1)[0]
         assert np.isfinite([made["reward"], made["critic_loss"], made["policy_loss"]]).all() and "tone" in str(made)
 
 
@@ -136,7 +139,7 @@ def alter_adapters_of_the_tower() -> None:
 
 def test_adapters_of_language_model_and_tower_reach_the_replica_merged(cluster: Any, tmp_path: Path) -> None:
     with rb.Session(save_ears(tmp_path), train=rb.Train(lr=1e-2, lora=rb.Lora(rank=8))) as session:
-        rollouts = session.rollout(asked(), n=4, max_tokens=6, seed=1)
+        rollouts = session.rollout(asked(), n=2, max_tokens=6, seed=1)
         batch = rollouts.score(reward).batch(rb.rl.group_normalized())
         before = session.logprobs(batch)
         session.train_step(batch)

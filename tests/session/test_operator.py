@@ -137,14 +137,16 @@ def test_another_notebook_is_still_refused_after_a_control_verb(session):
     assert session.drop("by hand") == ["by hand"]
 
 
-def test_a_session_that_another_notebook_took_over_is_not_given_back_by_a_control_verb(cluster, tiny_path):
-    mine = rb.Session("tiny", name="taken", undo=0)
-    taken = rb.attach("taken", take_over=True)
-    command(taken, "offload", engine="train")
-    command(taken, "onload", engine="train")
-    with pytest.raises(SessionError, match="another notebook"):
-        mine.rollout(["sort 1"], max_tokens=2)
-    with pytest.raises(SessionError, match="another notebook"):
-        mine.lr = 0.5
-    assert taken.rollout(["sort 1"], max_tokens=2).samples == 1
-    taken.close()
+def test_a_session_that_another_notebook_took_over_is_not_given_back_by_a_control_verb(session):
+    taken = rb.attach(session.name, take_over=True)
+    try:
+        command(taken, "offload", engine="train")
+        command(taken, "onload", engine="train")
+        with pytest.raises(SessionError, match="another notebook"):
+            session.rollout(["sort 1"], max_tokens=2)
+        with pytest.raises(SessionError, match="another notebook"):
+            session.lr = 0.5
+        assert taken.rollout(["sort 1"], max_tokens=2).samples == 1
+    finally:
+        taken.core.link.release()
+        session.core.link.epoch = rb.attach(session.name, take_over=True).core.link.epoch  # the shared one drives again

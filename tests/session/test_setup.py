@@ -96,12 +96,12 @@ def test_another_optimizer_steps_and_undo_brings_back_each_with_its_state(
     begun = sums(session)
     second, third = step(session, batch), step(session, batch)
     assert second[-1][0]["weights"] != begun[0]["weights"] and second[2] == options["lr"]
-    session.undo()
+    session.undo(sync=False)
     assert step(session, batch) == third, "momentum and all"
-    session.undo()
-    session.undo()
+    session.undo(sync=False)
+    session.undo(sync=False)
     assert sums(session) == begun and session.train.run(kinds)[0] == expected
-    session.undo()
+    session.undo(sync=False)
     assert sums(session) == before and session.train.run(kinds)[0] == ["AdamW"] == session.train.info["optimizer"]
     assert step(session, batch) == first
 
@@ -122,8 +122,8 @@ def test_a_schedule_is_followed_goes_back_and_ends(session: Any, batch: Any, put
     session.schedule(lambda step: 1 / (step + 1))
     rates = [step(session, batch)[2] for _ in range(3)]
     assert rates == pytest.approx([rate, rate / 2, rate / 3])
-    session.undo()
-    session.undo()
+    session.undo(sync=False)
+    session.undo(sync=False)
     assert step(session, batch)[2] == pytest.approx(rate / 2)
     session.schedule("linear", steps=4)
     assert [step(session, batch)[2] for _ in range(3)] == pytest.approx([rate, 0.75 * rate, 0.5 * rate])
@@ -146,9 +146,9 @@ def test_what_is_frozen_stays_and_trains_again_and_that_goes_back(session: Any, 
     third = session.train.run(weights)[0]
     still = {name for name in first if bool((second[name] == third[name]).all())}
     assert still == {name for name in frozen if not EDGES.search(name)}
-    session.undo()
+    session.undo(sync=False)
     assert session.train.info["trainable"] > trained
-    session.undo()
+    session.undo(sync=False)
     assert session.train.info["trainable"] == trained, "as it was at that step"
     assert session.unfreeze() == [] and session.train.info["trainable"] == session.train.info["parameters"]
 
@@ -264,7 +264,7 @@ def moments_of_8_bits_go_back(session: Any, batch: Any) -> None:
     step(session, batch)
     assert session.train.run(held_bits)[0] == {"torch.uint8", "torch.float32"}, "small tensors stay"
     then = step(session, batch)
-    session.undo()
+    session.undo(sync=False)
     assert step(session, batch) == then
 
 
@@ -279,13 +279,13 @@ def test_all_of_it_outlives_a_killed_rank_a_checkpoint_another_size_and_the_sess
     session.train_step(batch)
     kept, here = session.snapshot("here"), sums(session)
     expected = step(session, batch)
-    session.restore(kept)
+    session.restore(kept, sync=False)
     os.kill(session.train.run(os.getpid)[1], signal.SIGKILL)
     with pytest.raises(rb.RLBenchError):
         session.train_step(batch)
     session.heal()
     assert sums(session) == here and step(session, batch) == expected
-    session.restore(kept)
+    session.restore(kept, sync=False)
     session.save(tmp_path)
     with rb.Session.load(tmp_path, train={"shards": 1}, undo=0) as one:
         assert (
@@ -297,7 +297,7 @@ def test_all_of_it_outlives_a_killed_rank_a_checkpoint_another_size_and_the_sess
     assert session.train.run(kinds)[0] == ["Muon", "AdamW"]
     assert step(session, batch)[:3] == pytest.approx(expected[:3], rel=1e-4, abs=1e-6)
     moments_of_8_bits_go_back(session, batch)
-    session.restore(kept)
+    session.restore(kept, sync=False)
     session.resize(train=2)
     session.restore(kept)
     name = session.name

@@ -64,14 +64,13 @@ def held():
 def test_what_was_taken_back_leaves_no_trace_in_critic_average_schedules_and_prompts(session):
     trainer = ppo(session)
     trainer.fit(1)
-    before, policy = inside(session), session.train.run(checksum)
+    kept, before, policy = session.snapshot(), inside(session), session.train.run(checksum)
     first = trainer.step()
     assert inside(session) != before
     session.undo()
     assert inside(session) == before and session.train.run(checksum) == policy
-    assert_same(first, trainer.step())
-    kept = session.snapshot()
     onward = [trainer.step(), trainer.step()]
+    assert_same(first, onward[0])
     session.restore(kept)
     for one, other in zip(onward, [trainer.step(), trainer.step()], strict=True):
         assert_same(one, other)
