@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlbench as rb
 from rlbench.envs import Env, Step
@@ -26,15 +29,37 @@ class Again(Env):
 
 
 @pytest.fixture(scope="module")
-def thinking(session: Any) -> Any:
-    """The shared session, its policy taught to think before it answers, in first turns now and then."""
+def thinking(cluster: Any, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session whose policy was taught to think before it answers, in first turns now and then."""
+    with rb.Session(
+        taught(tiny_path, tmp_path_factory.mktemp("taught")), train={"lr": 1e-5, "shards": 2}, undo=1
+    ) as made:
+        yield made
+
+
+def taught(base: Path, folder: Path) -> str:
+    """The tiny model after 60 steps in this process, for a third of what they cost on ranks."""
     thought, plain = ([{"role": "assistant", "content": text}] for text in ("<think>hm</think>7", "7"))
     rows = [{"messages": [*asked, *one, AGAIN, *thought]} for asked in ASKED for one in (thought, plain)]
-    taught = rb.data.demonstrations(rows, session.tokenizer)
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    shown = rb.data.demonstrations(rows, tokenizer)
+    ids = torch.zeros(len(shown), int(shown.lengths.max()), dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for i, (prompt, response, mask) in enumerate(
+        zip(shown.prompts, shown.responses, shown.responses.with_values(shown.mask), strict=True)
+    ):
+        whole = torch.tensor([*prompt, *response])
+        ids[i, : len(whole)] = whole
+        labels[i, len(prompt) : len(whole)] = torch.where(torch.tensor(mask), whole[len(prompt) :], -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     for _ in range(60):
-        session.train_step(taught, loss="sft", lr=2e-3)
-    session.sync_weights()
-    return session
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()  # what pads a row comes after all that it is trained on
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +108,10 @@ def test_a_fork_goes_on_in_the_context_of_its_token(thinking: Any, rollouts: Any
     assert fresh.samples == 4 and gap.max() <= 1e-3
 
 
-def test_a_conversation_is_needed(session: Any) -> None:
+def test_a_conversation_is_needed(thinking: Any) -> None:
     with pytest.raises(DataError, match=r"thoughts='drop'.*'keep' or 'strip'"):
-        session.rollout(ASKED[:1], env=Again, thoughts="drop")
+        thinking.rollout(ASKED[:1], env=Again, thoughts="drop")
     with pytest.raises(DataError, match="no effect"):
-        session.rollout(ASKED[:1], thoughts="strip")
+        thinking.rollout(ASKED[:1], thoughts="strip")
     with pytest.raises(DataError, match=r"failed for all.*the prompt is no chat"):
-        session.rollout(["sort 21"], env=Again, thoughts="strip")
+        thinking.rollout(["sort 21"], env=Again, thoughts="strip")
