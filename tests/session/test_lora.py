@@ -25,6 +25,7 @@ from rlbench.session.training.steps import reference_steps
 from rlbench.tiny import recipe, tasks
 from rlbench.trainers.update.options import PolicyOptions
 from tests.engines.syncing import gap
+from tests.session.session_trainers import drop_trainer
 
 pytestmark = pytest.mark.engine
 LORA = rb.Lora(rank=8, alpha=24)
@@ -55,7 +56,6 @@ def put_back(request: pytest.FixtureRequest) -> Iterator[None]:
     kept = session.snapshot()
     yield
     session.restore(kept)
-    session.sync_weights()
     session.drop(kept)
 
 
@@ -328,11 +328,10 @@ def test_branches_and_base_are_sampled_from_beside_each_other(adapted: Any, batc
 
 def test_a_trainer_of_the_session_takes_the_base_for_its_reference(adapted: Any) -> None:
     trainer = adapted.trainer("grpo", tasks.prompts(8, seed=1), tasks.reward, kl_coef=0.05, **SMALL)
-    trainer.fit(2)
+    trainer.fit(1)
     last = trainer.history[-1]
     assert np.isfinite(last["ref_kl"]) and gap(adapted.train, adapted.inference) <= 1e-4
-    adapted.train.call_all("drop_trainer").result()
-    adapted.core.trainer = None
+    drop_trainer(adapted)
 
 
 SMALL = {"n": 4, "rollout_batch_size": 8, "train_batch_size": 16, "max_tokens": 8, "lr": 1e-3}
@@ -361,6 +360,8 @@ def test_a_session_goes_on_from_an_adapter_and_heals_to_it(adapted: Any, batch: 
         os.kill(next(iter(other.core.link.state("engines")["engines"]["actor"]["pids"].values())), signal.SIGKILL)
         other.heal()
         np.testing.assert_allclose(other.logprobs(batch), expected, atol=1e-5)
+        if not inference.adapters:
+            return  # the checkpoint is loaded below with merged replicas, whichever these are
         saved = other.save(str(tmp_path / "kept"))
         shutil.rmtree(tmp_path / "adapter")
         with rb.Session.load(saved.path, inference={"adapters": 0}) as third:
