@@ -7,12 +7,15 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import io
+import itertools
 import multiprocessing as mp
 import os
 import shutil
+import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -44,6 +47,7 @@ def _serve(pipe: Connection, said: str) -> None:
     from rlbench.workers.train.rank import TrainRank
 
     target: Any = None
+    garbage = _Garbage()
     while True:
         name, blob, stopping = pipe.recv()
         if name == "exit":
@@ -65,8 +69,31 @@ def _serve(pipe: Connection, said: str) -> None:
             context.set_current(None)
         if name == "close":  # groups in cycles keep a thread each that wakes a hundred times a second
             target = value = None
+        garbage.looked_for_after(name)
+
+
+MANY_MODULES = 100  # DeepSpeed, say: what they hold takes longer to look through than to set aside
+
+
+class _Garbage:
+    """Garbage of a rank's process, looked for among what came since it was last: imports stay, and are the most of it.
+
+    FSDP, DeepSpeed and the loading of a checkpoint look for garbage, too, through all that is not set aside.
+    """
+
+    def __init__(self) -> None:
+        self.modules = len(sys.modules)
+        self.alive = False  # whether what is set aside has an engine in it
+
+    def looked_for_after(self, name: str) -> None:
+        """Set aside what a verb imported, if much, and whatever an engine that is closed has left."""
+        imported = len(sys.modules) > self.modules + MANY_MODULES
+        if name == "close" and self.alive:
+            gc.unfreeze()
+        if name == "close" or imported:
             gc.collect()
-            gc.freeze()  # what is left was imported: no later test looks through it again
+            gc.freeze()
+            self.modules, self.alive = len(sys.modules), name != "close"
 
 
 @dataclass(frozen=True)
@@ -124,6 +151,15 @@ class Ranks:
             raise RuntimeError(f"{what}: {_last_words(self.started)}") from error
         return found
 
+    def keep(self) -> None:
+        """Keep how the ranks are now, for `set_back`."""
+        self._kept = tempfile.TemporaryDirectory(prefix="rlb-test-kept-")
+        self.call("write_snapshot", f"{self._kept.name}/kept")
+
+    def set_back(self) -> None:
+        """Go back to what `keep` kept: parameters, optimizers, random states; drop gradients that wait."""
+        self.call("read_snapshot", f"{self._kept.name}/kept")
+
     def method(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self.call("call_method", name, args, kwargs)
 
@@ -131,15 +167,52 @@ class Ranks:
         return self.call("run", cloudpickle.dumps(fn), args, {})
 
 
+_taken: set[int] = set()
+"""The first rank of each two processes that an engine has."""
+
+
+def forks() -> Any:
+    """Return the context whose processes are forks of one that imports what ranks need, once."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks_imports"])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy's import starts threads, which no fork has
+    return context
+
+
+def said_by_fork(script: str) -> str:
+    """Return what a script prints in a fork of its own, in which nothing has run; what it raises is the failure."""
+    mine, theirs = forks().Pipe()
+    process = forks().Process(target=_execute, args=(theirs, script), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert mine.poll(ANSWER_S), "the fork said nothing"
+        said, failure = mine.recv()
+        assert failure is None, f"{failure}\n{said}"
+        return str(said)
+    finally:
+        process.kill()
+        process.join(5)
+
+
+def _execute(pipe: Connection, script: str) -> None:
+    """A fork's process: run a script and send back what it printed."""
+    said, failure = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(script, {"__name__": "__main__"})
+    except BaseException:  # the test's failure
+        failure = traceback.format_exc()
+    pipe.send((said.getvalue(), failure))
+
+
 @functools.cache
 def _started(first: int) -> list[_Rank]:
     """Two processes, ranks `first` on, for all tests; after the end of one the next test starts others."""
-    context = mp.get_context("forkserver")  # one process imports, of which each rank is a fork
-    context.set_forkserver_preload(["tests.ranks_imports"])
+    context = forks()
     folder = tempfile.mkdtemp(prefix="rlb-test-ranks-")
     started = []
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy's import starts threads, which no fork has
     for rank in range(first, first + 2):
         mine, theirs = context.Pipe()
         said = f"{folder}/rank-{rank}.txt"
@@ -177,13 +250,57 @@ def _last_words(started: list[_Rank]) -> str:
 
 @contextmanager
 def ranks(world_size: int, module: Any = None, **config: Any) -> Iterator[Ranks]:
-    """Ranks for a test; built around `module` if one is given."""
-    started = [rank for first in range(0, world_size, 2) for rank in _started(first)]
-    engine = Ranks(started[:world_size], TrainConfig(**{"threads": 1, "device": "cpu", **config}))
+    """Ranks for a test, in processes that no other engine has; built around `module` if one is given."""
+    given = TrainConfig(**{"threads": 1, "device": "cpu", **config})
+    free = (first for first in itertools.count(0, 2) if first not in _taken)
+    firsts = list(itertools.islice(free, -(-world_size // 2)))
+    engine = Ranks([rank for first in firsts for rank in _started(first)][:world_size], given)
+    _taken.update(firsts)
     try:
         if module is not None:
             engine.build(module)
         yield engine
     finally:
+        _taken.difference_update(firsts)
         for closed in engine.outcomes("close") if engine.alive else ():
             assert not isinstance(closed, RankFailure), closed
+
+
+class SameRanks:
+    """Ranks around one module, by their number: built for the first test that asks, and set back after each.
+
+    For tests that train, stop and spoil what a snapshot has: parameters, optimizer, random states, gradients that wait.
+    """
+
+    def __init__(self, make: Callable[[], Any], **config: Any) -> None:
+        self._make, self._config = make, config
+        self._built: dict[int, tuple[contextlib.ExitStack, Ranks]] = {}
+
+    @contextmanager
+    def __call__(self, world_size: int) -> Iterator[Ranks]:
+        if world_size not in self._built:
+            stack = contextlib.ExitStack()
+            made = stack.enter_context(ranks(world_size, self._make(), **self._config))
+            self._built[world_size] = stack, made
+            made.keep()
+        try:
+            yield self._built[world_size][1]
+            self._built[world_size][1].set_back()
+        except BaseException:  # a test that failed leaves nothing to the next
+            self._built.pop(world_size)[0].close()
+            raise
+
+    def close(self) -> None:
+        for stack, _ in self._built.values():
+            stack.close()
+        self._built = {}
+
+
+@contextmanager
+def same_ranks(make: Callable[[], Any], **config: Any) -> Iterator[SameRanks]:
+    """Give a fixture ranks that tests share; `make` makes their module, on meta."""
+    made = SameRanks(make, **config)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,13 +1,18 @@
-"""A vLLM replica in a process of its own, without Ray: started once, built for one checkpoint after the other."""
+"""A vLLM replica in a process of its own, without Ray: started once, built for one checkpoint after the other.
+
+It is a fork of what the ranks are forks of, and imports vLLM alone.
+"""
 
 from __future__ import annotations
 
-import multiprocessing as mp
+import gc
 import os
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
+
+from tests.ranks import forks
 
 ANSWER_S = 300.0
 
@@ -19,8 +24,16 @@ class ReplicaFailure(Exception):
 def _serve(pipe: Connection) -> None:
     """The process: makes a replica, runs its verbs, sends results back."""
     os.environ["OMP_WAIT_POLICY"] = "passive"
+    gc.disable()  # while it imports: there is little garbage then
     from rlbench.workers.replica.vllm import VllmReplica
     from tests.workers.ending import end_here
+
+    keep_for_ever = gc.freeze
+    gc.freeze = gc.unfreeze = lambda: (
+        None
+    )  # vLLM's, at each end of an engine: all imports would be looked through again
+    keep_for_ever()
+    gc.enable()
 
     target: Any = None
     while True:
@@ -32,7 +45,8 @@ def _serve(pipe: Connection) -> None:
             if name == "new":
                 target, value = VllmReplica(*args), None
             elif name == "close":  # others are built in this process after it
-                value = end_here(target)
+                value = target = end_here(target)
+                keep_for_ever()
             else:
                 value = getattr(target, name)(*args)
             pipe.send((True, cloudpickle.dumps(value)))
@@ -71,7 +85,7 @@ class ReplicaProcess:
             self._process = None
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = forks()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()

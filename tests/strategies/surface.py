@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,6 +101,16 @@ def train_by_hand(path: str, steps: list[list[Rows]], max_norm: float = 0.0) -> 
         "norms": norms,
         "groups": [(0.1, len(decayed)), (0.0, len(plain))],
     }
+
+
+@contextlib.contextmanager
+def failing_as(row: str) -> Iterator[None]:
+    """Name the row of a walk in whatever fails in the block."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the row {row}")
+        raise
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 3e-5) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.ranks import said_by_fork
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +29,7 @@ dist.destroy_process_group()
 
 def counted(kind: str, places: list[str]) -> str:
     """What a process of one rank says that it issued."""
-    script = GROUP.format(kind=kind, places=places)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return said_by_fork(GROUP.format(kind=kind, places=places))
 
 
 def test_collectives_of_all_groups_are_counted() -> None:
@@ -57,8 +53,7 @@ del control
 gc.collect()
 print("LEFT", groups - len(dist.distributed_c10d._world.pg_map), before - issued_collectives(), before > 0)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert "LEFT 1 0 True" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "LEFT 1 0 True" in said_by_fork(script)
 
 
 @pytest.mark.gpu

@@ -38,7 +38,6 @@ def replica(folder: str) -> Iterator[ReplicaProcess]:
     process.call("new", config)
     process.call("build")
     yield process
-    process.call("close")
     process.end()
 
 
@@ -68,13 +67,13 @@ def check(arrays: GeneratedArrays, model: Any, unknown: int = 1) -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"first_token_temperature": 3.0}, {"stop": ["a", "e"]}, {"max_tokens": 1}, {"max_tokens": 300}],
+    [{}, {"first_token_temperature": 3.0}, {"stop": ["a", "e"]}, {"max_tokens": 1}, {"max_tokens": 300, "n": 1}],
     ids=["plain", "first token apart", "stop strings", "one token", "long"],
 )
 def test_every_token_of_prompts_and_responses_has_its_experts(
     replica: ReplicaProcess, model: Any, sampling: dict[str, Any]
 ) -> None:
-    check(replica.call("generate", job([LONG, [5, 6, 7], "hello"], n=3, **sampling)), model)
+    check(replica.call("generate", job([LONG, [5, 6, 7], "hello"], **{"n": 3, **sampling})), model)
 
 
 def test_a_turn_keeps_the_experts_of_those_before(replica: ReplicaProcess, model: Any) -> None:
