@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlbench import rl
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError, LossError
 from tests.modules import RAGGED, VOCAB, RunningMeanModel, batch_of, qwen_on_meta
-from tests.ranks import ranks
+from tests.ranks import SameRanks, ranks, same_ranks
 from tests.trainers.policy_reference import assert_gradients, forward_backward
 
 SPLITS = [
@@ -65,16 +66,23 @@ def of_logits(inputs: Any) -> Any:
 of_logits.needs = "logits"  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def trained(qwen: str) -> Iterator[SameRanks]:
+    """Ranks around the Qwen2, by their number: built once, set back after each test."""
+    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
+        yield made
+
+
 @pytest.mark.parametrize(("world_size", "options"), SPLITS)
 def test_a_loss_of_hidden_states_or_logits_gives_the_plain_gradient(
-    qwen: str, world_size: int, options: dict[str, Any]
+    qwen: str, trained: SameRanks, world_size: int, options: dict[str, Any]
 ) -> None:
     given = batch_of(RAGGED)
     given = given.with_columns(weight=np.linspace(0.5, 2.0, len(given)))
     mask, weight = torch.from_numpy(given.mask), torch.from_numpy(given.columns["weight"])
     model = Qwen2ForCausalLM.from_pretrained(qwen)
     ids = torch.from_numpy(given.responses.values.astype(np.int64))
-    with ranks(world_size, qwen_on_meta(qwen)) as engine:
+    with trained(world_size) as engine:
         for loss in (of_hidden, of_logits):
             model.zero_grad()
             hidden, logits = per_token(model, given)
@@ -91,7 +99,7 @@ def test_a_loss_of_hidden_states_or_logits_gives_the_plain_gradient(
 @pytest.mark.parametrize(("world_size", "options"), SPLITS)
 @pytest.mark.parametrize("loss", [rl.gkd(beta=0.3), rl.gkd(beta=1.0), rl.gkd(beta=0.0, tail=False), rl.sampled_kl()])
 def test_losses_of_a_teacher_give_the_plain_gradient(
-    qwen: str, world_size: int, options: dict[str, Any], loss: Any
+    qwen: str, trained: SameRanks, world_size: int, options: dict[str, Any], loss: Any
 ) -> None:
     given = teacher_said(batch_of(RAGGED))
     mask = torch.from_numpy(given.mask)
@@ -112,18 +120,20 @@ def test_losses_of_a_teacher_give_the_plain_gradient(
         plain = {0.0: forward, 1.0: reverse}.get(loss.beta, jsd)
     expected = plain[mask].mean()
     expected.backward()
-    with ranks(world_size, qwen_on_meta(qwen)) as engine:
+    with trained(world_size) as engine:
         metrics = forward_backward(engine, given, loss, **options)[0]["metrics"]
         assert_gradients(engine, model)
     assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": False, "head": "plain"}])
-def test_a_forward_gives_the_likeliest_tokens_and_what_losses_ask_for(qwen: str, options: dict[str, Any]) -> None:
+def test_a_forward_gives_the_likeliest_tokens_and_what_losses_ask_for(
+    qwen: str, trained: SameRanks, options: dict[str, Any]
+) -> None:
     given = batch_of(RAGGED)
     hidden, logits = (x.detach() for x in per_token(Qwen2ForCausalLM.from_pretrained(qwen), given))
     wanted = torch.log_softmax(logits / 0.7, -1).topk(4)
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         asked = {"top_k": 4, "temperature": 0.7, "needs": ("hidden_states",), "token_budget": 30, **options}
         parts = engine.call("policy_forward", given, asked)
         with pytest.raises(DataError, match=f"top_k=97: the model has {VOCAB} tokens"):
@@ -136,7 +146,7 @@ def test_a_forward_gives_the_likeliest_tokens_and_what_losses_ask_for(qwen: str,
     np.testing.assert_allclose(found["hidden_states"].values, hidden.numpy(), atol=1e-5)
 
 
-def test_what_cannot_be_given_is_refused_and_leaves_the_ranks_usable(qwen: str) -> None:
+def test_what_cannot_be_given_is_refused_and_leaves_the_ranks_usable(trained: SameRanks) -> None:
     given = batch_of(RAGGED)
     strange = teacher_said(given).with_columns(teacher_ids=np.full((given.tokens, 5), 99))
 
@@ -144,7 +154,7 @@ def test_what_cannot_be_given_is_refused_and_leaves_the_ranks_usable(qwen: str) 
         return inputs.logprobs, {}
 
     unknown.needs = ("hiden_states",)  # type: ignore[attr-defined]
-    with ranks(1, qwen_on_meta(qwen)) as engine:
+    with trained(1) as engine:
         for loss, batch, options, said in (
             (unknown, given, {}, "nearest: hidden_states"),
             (of_logits, given, {"head": "chunked"}, "head='chunked' never makes"),

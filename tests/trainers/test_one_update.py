@@ -3,6 +3,7 @@ weights, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.passes.packing import plan_micro_batches
 from rlbench.trainers.update.experience_update import PolicyUpdate
 from tests.modules import RAGGED, batch_of, qwen_on_meta
-from tests.ranks import ranks
+from tests.ranks import SameRanks, same_ranks
 from tests.trainers.policy_reference import forward_backward
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,13 @@ SEVERAL = [[given(0, RAGGED[:3]), given(1, RAGGED[3:])], [given(2, RAGGED[2:5]),
 SKIPPED = [[given(0)], [given(1, spoilt=True)], [given(2)]]
 
 
+@pytest.fixture(scope="module")
+def trained(qwen: str) -> Iterator[SameRanks]:
+    """Ranks around the Qwen2, by their number: built once, set back after each test."""
+    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
+        yield made
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("steps", "loss", "options"),
@@ -65,26 +73,26 @@ SKIPPED = [[given(0)], [given(1, spoilt=True)], [given(2)]]
     ],
 )
 def test_steps_of_a_session_and_of_a_trainer_give_equal_weights(
-    qwen: str, world_size: int, steps: list[list[Any]], loss: Any, options: dict[str, Any]
+    trained: SameRanks, world_size: int, steps: list[list[Any]], loss: Any, options: dict[str, Any]
 ) -> None:
-    with ranks(world_size, qwen_on_meta(qwen)) as engine:
+    with trained(world_size) as engine:
         stepped = []
         for calls in steps:
             for batch in calls:
                 forward_backward(engine, batch, loss, token_budget=BUDGET, **options)
             stepped.append(engine.call("policy_optim_step", {})[0]["stepped"])
         of_session = engine.call("state_checksum")
-    with ranks(world_size, qwen_on_meta(qwen)) as engine:
+    with trained(world_size) as engine:
         ended = engine.run(lambda: as_a_trainer(module, strategy, steps, loss, **options))[0]  # type: ignore[name-defined]
         assert engine.call("state_checksum") == of_session
     assert [metrics["actor_skipped"] == 0 for metrics in ended] == stepped
     assert stepped == ([True, False, True] if steps is SKIPPED else [True] * len(steps))
 
 
-def test_a_prompt_that_is_split_over_two_calls_is_refused_where_it_is_prompts_that_count(qwen: str) -> None:
+def test_a_prompt_that_is_split_over_two_calls_is_refused_where_it_is_prompts_that_count(trained: SameRanks) -> None:
     """In one call its sequences share a prompt's weight; what is summed already cannot be weighed anew."""
     first, other = given(0), given(1).replace(group=given(0).group)
-    with ranks(1, qwen_on_meta(qwen)) as engine:
+    with trained(1) as engine:
         forward_backward(engine, first.rows([0, 2]), PPO, aggregation="prompt-mean")
         with pytest.raises(LossError, match="one call"):
             forward_backward(engine, first.rows([0]), PPO, aggregation="prompt-mean")

@@ -3,6 +3,7 @@ can be stopped."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -16,10 +17,17 @@ from rlbench.data.base.ragged import rows_in_order
 from rlbench.errors import DataError, EngineError, LossError, Stopped
 from rlbench.rl import LossInputs, grpo
 from tests.modules import RAGGED, RunningMeanModel, qwen_on_meta
-from tests.ranks import RankFailure, ranks
+from tests.ranks import RankFailure, SameRanks, ranks, same_ranks
 from tests.trainers.policy_reference import GRPO, assert_gradients, batch, by_hand, forward_backward, run_steps
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(qwen: str) -> Iterator[SameRanks]:
+    """Ranks around the Qwen2, by their number: built once, set back after each test."""
+    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -34,13 +42,13 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_gradient_and_metrics_are_those_of_one_plain_process_however_the_batch_is_split(
-    qwen: str, world_size: int, options: dict[str, Any]
+    qwen: str, trained: SameRanks, world_size: int, options: dict[str, Any]
 ) -> None:
     given = batch(temperature=0.8)
     model = Qwen2ForCausalLM.from_pretrained(qwen)
     total, expected = by_hand(model, given, GRPO, options.get("aggregation", "token-mean"))
     total.backward()
-    with ranks(world_size, qwen_on_meta(qwen)) as engine:
+    with trained(world_size) as engine:
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, model, atol=1e-4 if options.get("aggregation") == "token-sum" else 2e-6)
     assert all(result["metrics"] == results[0]["metrics"] for result in results)
@@ -50,24 +58,24 @@ def test_gradient_and_metrics_are_those_of_one_plain_process_however_the_batch_i
     assert "loss/kl" not in results[0]["metrics"]  # the loss's own KL is `ref_kl`
 
 
-def test_a_rank_without_rows_takes_part_and_adds_nothing(qwen: str) -> None:
+def test_a_rank_without_rows_takes_part_and_adds_nothing(qwen: str, trained: SameRanks) -> None:
     given = batch(lengths=[(3, 6)])
     model = Qwen2ForCausalLM.from_pretrained(qwen)
     by_hand(model, given, GRPO, "token-mean")[0].backward()
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         results = forward_backward(engine, given)
         assert_gradients(engine, model)
     assert sorted(len(result["rows"]) for result in results) == [0, 1]
 
 
-def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str) -> None:
+def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str, trained: SameRanks) -> None:
     parts = [batch(1, RAGGED[:2]), batch(2, RAGGED[2:5]), batch(3, RAGGED[5:])]
     model = Qwen2ForCausalLM.from_pretrained(qwen)
     tokens = sum(int(part.mask.sum()) for part in parts)
     for part in parts:
         total, _ = by_hand(model, part, GRPO, "token-sum")
         (total / tokens).backward()
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         for part in parts:
             metrics = forward_backward(engine, part)[0]["metrics"]
             assert metrics["loss"] == pytest.approx(by_hand(model, part, GRPO, "token-mean")[1]["loss"], rel=1e-4)
@@ -76,20 +84,22 @@ def test_several_backwards_before_a_step_are_one_normalised_step(qwen: str) -> N
             forward_backward(engine, parts[0], aggregation="token-sum")
 
 
-def test_gradients_of_a_step_whose_other_half_never_came_are_dropped_by_the_next_pass(qwen: str) -> None:
+def test_gradients_of_a_step_whose_other_half_never_came_are_dropped_by_the_next_pass(
+    qwen: str, trained: SameRanks
+) -> None:
     lost, given = batch(1, RAGGED[:3]), batch(2, RAGGED[3:])
     model = Qwen2ForCausalLM.from_pretrained(qwen)
     total, _ = by_hand(model, given, GRPO, "token-mean")
     total.backward()
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         forward_backward(engine, lost, whole_step=True)
         forward_backward(engine, given)
         assert_gradients(engine, model)
 
 
-def test_gradients_of_half_a_step_are_not_stepped_with_by_hand(qwen: str) -> None:
+def test_gradients_of_half_a_step_are_not_stepped_with_by_hand(trained: SameRanks) -> None:
     given = batch()
-    with ranks(1, qwen_on_meta(qwen)) as engine:
+    with trained(1) as engine:
         forward_backward(engine, given, whole_step=True)
         with pytest.raises(EngineError, match="no gradient to step with"):
             engine.call("policy_optim_step", {})
@@ -99,9 +109,9 @@ def test_gradients_of_half_a_step_are_not_stepped_with_by_hand(qwen: str) -> Non
         assert engine.call("policy_optim_step", {})[0]["stepped"]
 
 
-def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradient(qwen: str) -> None:
+def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradient(trained: SameRanks) -> None:
     given = batch()
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         trained = forward_backward(engine, given, token_budget=20)
         scored = engine.call("policy_forward", given, {})
     joined = []
@@ -117,7 +127,7 @@ def test_the_rows_log_probs_come_back_by_row_and_agree_with_a_pass_without_gradi
     np.testing.assert_allclose(joined[0], joined[1], atol=2e-6)
 
 
-def test_what_a_loss_says_per_token_comes_back_in_the_batchs_order(qwen: str) -> None:
+def test_what_a_loss_says_per_token_comes_back_in_the_batchs_order(trained: SameRanks) -> None:
     given = batch()
 
     def loss(inputs: Any) -> Any:
@@ -126,7 +136,7 @@ def test_what_a_loss_says_per_token_comes_back_in_the_batchs_order(qwen: str) ->
         return -inputs.advantages * ratio, said
 
     for count in (1, 2):
-        with ranks(count, qwen_on_meta(qwen)) as engine:
+        with trained(count) as engine:
             found = rows_in_order(forward_backward(engine, given, loss, token_budget=20))
         flat = {name: rows.values for name, rows in found.items()}
         assert sorted(flat) == ["entropy", "logprobs", "loss/kl", "old_logprobs", "ratio", "ref_logprobs"]
@@ -136,9 +146,9 @@ def test_what_a_loss_says_per_token_comes_back_in_the_batchs_order(qwen: str) ->
         np.testing.assert_allclose(flat["ratio"], np.exp(flat["logprobs"] - given.old_logprobs), rtol=1e-5)
 
 
-def test_where_the_batch_has_no_old_log_probs_the_ratio_is_one_or_the_samplers(qwen: str) -> None:
+def test_where_the_batch_has_no_old_log_probs_the_ratio_is_one_or_the_samplers(trained: SameRanks) -> None:
     given = batch().replace(old_logprobs=None, ref_logprobs=None)
-    with ranks(1, qwen_on_meta(qwen)) as engine:
+    with trained(1) as engine:
         assert forward_backward(engine, given, grpo())[0]["metrics"]["ratio"] == pytest.approx(1.0)
         engine.call("policy_zero_grad")
         sampler = forward_backward(engine, given, grpo(), old_logprobs="sampler")[0]["metrics"]["ratio"]
@@ -166,11 +176,11 @@ def test_a_model_of_ones_own_trains_padded(qwen: str) -> None:
         assert_gradients(engine, reference)
 
 
-def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str) -> None:
+def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str, trained: SameRanks) -> None:
     cleared, given = batch(1, RAGGED[:3]), batch(2, RAGGED[3:])
     model = Qwen2ForCausalLM.from_pretrained(qwen)
     by_hand(model, given, GRPO, "token-mean")[0].backward()
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         forward_backward(engine, cleared)
         engine.run(lambda: module.zero_grad())  # type: ignore[name-defined]
         forward_backward(engine, given)
@@ -181,9 +191,9 @@ def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str) 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(qwen: str) -> str:
+def undisturbed(trained: SameRanks) -> str:
     """Checksum after two steps of an engine that nothing ever happened to."""
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         return run_steps(engine)
 
 
@@ -213,9 +223,9 @@ def failing_in(row_count_seen: int, what: str) -> Any:
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("what", ["raise", "nan", "stop"])
 def test_after_a_failure_or_stop_on_one_rank_training_goes_on_as_if_nothing_had_been(
-    qwen: str, undisturbed: str, at: int, what: str
+    trained: SameRanks, undisturbed: str, at: int, what: str
 ) -> None:
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         options = {"token_budget": 20}
         args = [(batch(7), cloudpickle.dumps(failing_in(at, what)), options)] * 2
         first, second = engine.outcomes("policy_forward_backward", args)
@@ -245,15 +255,17 @@ def test_after_a_failure_or_stop_on_one_rank_training_goes_on_as_if_nothing_had_
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_is_refused_and_the_engine_stays_usable(
-    qwen: str, loss: Any, said: str
+    trained: SameRanks, loss: Any, said: str
 ) -> None:
-    with ranks(1, qwen_on_meta(qwen)) as engine:
+    with trained(1) as engine:
         with pytest.raises(LossError, match=said):
             forward_backward(engine, batch(), loss)
         assert np.isfinite(forward_backward(engine, batch())[0]["metrics"]["loss"])
 
 
-def test_a_loss_that_one_rank_sees_change_is_refused_on_all_and_starts_anew(qwen: str, undisturbed: str) -> None:
+def test_a_loss_that_one_rank_sees_change_is_refused_on_all_and_starts_anew(
+    trained: SameRanks, undisturbed: str
+) -> None:
     baseline = 0.0
 
     def soft(inputs: LossInputs) -> Any:
@@ -263,7 +275,7 @@ def test_a_loss_that_one_rank_sees_change_is_refused_on_all_and_starts_anew(qwen
         baseline += dist.get_rank()  # a trial in the kernel cannot see it
         return -inputs.logprobs * (inputs.advantages - baseline), {}
 
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         for _ in range(2):  # the copy that changed is not used again
             args = [(batch(7), cloudpickle.dumps(soft), {})] * 2
             first, second = engine.outcomes("policy_forward_backward", args)
@@ -275,13 +287,15 @@ def test_a_loss_that_one_rank_sees_change_is_refused_on_all_and_starts_anew(qwen
 
 
 @pytest.mark.parametrize("verb", ["policy_optim_step", "policy_forward", "policy_forward_backward"])
-def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(qwen: str, undisturbed: str, verb: str) -> None:
+def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(
+    trained: SameRanks, undisturbed: str, verb: str
+) -> None:
     args: dict[str, tuple[Any, ...]] = {
         "policy_optim_step": ({},),
         "policy_forward": (batch(), {}),
         "policy_forward_backward": (batch(), cloudpickle.dumps(GRPO), {}),
     }
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         forward_backward(engine, batch(5))
         for outcome in engine.outcomes(verb, [args[verb]] * 2, stopping=(1,)):
             assert isinstance(outcome.error, Stopped)
@@ -289,8 +303,8 @@ def test_a_stop_of_any_verb_leaves_parameters_and_optimizer_untouched(qwen: str,
         assert run_steps(engine) == undisturbed
 
 
-def test_what_cannot_be_scored_is_refused_before_any_rank_starts(qwen: str) -> None:
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+def test_what_cannot_be_scored_is_refused_before_any_rank_starts(trained: SameRanks) -> None:
+    with trained(2) as engine:
         wrong = batch()
         wrong.prompts.values[0] = 10_000
         with pytest.raises(DataError, match="vocabulary has 96"):

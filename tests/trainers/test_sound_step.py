@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.names import checkpoint_shapes
 from tests.hearing import Plain, on_meta, save_ears, sounds, with_sounds
-from tests.ranks import ranks
+from tests.ranks import SameRanks, ranks, same_ranks
 from tests.trainers.policy_reference import GRPO, assert_gradients, by_hand, forward_backward
 
 pytestmark = pytest.mark.slow
@@ -25,12 +26,19 @@ def ears(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_ears(tmp_path_factory.mktemp("ears"))
 
 
+@pytest.fixture(scope="module")
+def trained(ears: str) -> Iterator[SameRanks]:
+    """Ranks around the model that hears, by their number: built once, set back after each test."""
+    with same_ranks(lambda: on_meta(ears)) as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [(1, {}), (1, {"packing": False, "head": "plain"}), (2, {"token_budget": 60}), (2, {"packing": False})],
 )
 def test_gradient_and_metrics_are_those_of_one_plain_process(
-    ears: str, world_size: int, options: dict[str, Any]
+    ears: str, trained: SameRanks, world_size: int, options: dict[str, Any]
 ) -> None:
     a, b, c = sounds(3)
     given = with_sounds([[a], [], [a, b], [c], [], [b]])
@@ -38,7 +46,7 @@ def test_gradient_and_metrics_are_those_of_one_plain_process(
     total, expected = by_hand(plain, given, GRPO, "token-mean")
     total.backward()
     assert plain.model.model.audio_tower.conv1.weight.grad.abs().max() > 1e-6
-    with ranks(world_size, on_meta(ears)) as engine:
+    with trained(world_size) as engine:
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, plain.model, atol=1e-5)
     for name, value in expected.items():
@@ -46,11 +54,13 @@ def test_gradient_and_metrics_are_those_of_one_plain_process(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_rank_without_sounds_runs_the_tower_with_the_other_and_adds_nothing(ears: str, packing: bool) -> None:
+def test_a_rank_without_sounds_runs_the_tower_with_the_other_and_adds_nothing(
+    ears: str, trained: SameRanks, packing: bool
+) -> None:
     given = with_sounds([[sounds(1)[0]], []])
     plain = Plain(ears, given)
     by_hand(plain, given, GRPO, "token-mean")[0].backward()
-    with ranks(2, on_meta(ears)) as engine:
+    with trained(2) as engine:
         results = forward_backward(engine, given, packing=packing)
         assert_gradients(engine, plain.model, atol=1e-5)
         forward_backward(engine, given.rows([1]), packing=packing)  # neither has one, one has no row
@@ -58,13 +68,13 @@ def test_a_rank_without_sounds_runs_the_tower_with_the_other_and_adds_nothing(ea
 
 
 def test_a_placeholder_that_a_policy_sampled_is_a_token_as_others_and_what_cannot_be_heard_is_refused(
-    ears: str, qwen: str
+    trained: SameRanks, qwen: str
 ) -> None:
     (sound,) = sounds(1)
     given = with_sounds([[sound], []])
     token, rows = given.prompts[0][2], given.responses.values.copy()
     other = sounds(2)[1]
-    with ranks(1, on_meta(ears)) as engine:
+    with trained(1) as engine:
         for options in ({}, {"packing": False}):
             before = engine.call("policy_forward", given, options)[0]["channels"]["logprobs"].values
             rows[[2, 3]] = token
@@ -83,11 +93,11 @@ def test_a_placeholder_that_a_policy_sampled_is_a_token_as_others_and_what_canno
         forward_backward(engine, given)
 
 
-def test_sounds_too_short_for_two_tokens_are_put_in_as_others(ears: str) -> None:
+def test_sounds_too_short_for_two_tokens_are_put_in_as_others(trained: SameRanks) -> None:
     short = type(sounds(1)[0]).from_any((sounds(1)[0].samples(16_000)[:800], 16_000))
     given = with_sounds([[short], []])
     assert (given.prompts[0] == given.prompts[0][2]).sum() == 1
-    with ranks(1, on_meta(ears)) as engine:
+    with trained(1) as engine:
         packed, padded = (
             engine.call("policy_forward", given, options)[0]["channels"]["logprobs"].values
             for options in ({}, {"packing": False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from rlbench.errors import DataError
 from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.names import checkpoint_shapes
-from tests.ranks import ranks
+from tests.ranks import SameRanks, ranks, same_ranks
 from tests.trainers.policy_reference import GRPO, assert_gradients, by_hand, forward_backward
 from tests.trainers.seeing import FAMILIES, Plain, on_meta, pictures, save_eyes, with_observed, with_pictures
 
@@ -30,12 +31,19 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_eyes(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.fixture(scope="module")
+def trained(family: str) -> Iterator[SameRanks]:
+    """Ranks around a model of the family, by their number: built once, set back after each test."""
+    with same_ranks(lambda: on_meta(family)) as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [(1, {}), (1, {"packing": False, "head": "plain"}), (2, {"token_budget": 40}), (2, {"packing": False})],
 )
 def test_gradient_and_metrics_are_those_of_one_plain_process(
-    family: str, world_size: int, options: dict[str, Any]
+    family: str, trained: SameRanks, world_size: int, options: dict[str, Any]
 ) -> None:
     a, b, c = pictures(3)
     given = with_pictures(family, [[a], [], [a, b], [c], [], [b]])
@@ -43,7 +51,7 @@ def test_gradient_and_metrics_are_those_of_one_plain_process(
     total, expected = by_hand(plain, given, GRPO, "token-mean")
     total.backward()
     assert plain.model.model.visual.patch_embed.proj.weight.grad.abs().max() > 1e-5
-    with ranks(world_size, on_meta(family)) as engine:
+    with trained(world_size) as engine:
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, plain.model, atol=1e-5)
     for name, value in expected.items():
@@ -55,7 +63,7 @@ def test_gradient_and_metrics_are_those_of_one_plain_process(
     [(1, {}), (1, {"packing": False, "head": "plain"}), (2, {"token_budget": 60}), (2, {"packing": False})],
 )
 def test_images_that_an_environment_showed_stand_at_their_places(
-    family: str, world_size: int, options: dict[str, Any]
+    family: str, trained: SameRanks, world_size: int, options: dict[str, Any]
 ) -> None:
     a, b, c = pictures(3)
     asked = with_pictures(family, [[a], [], [a, b], []])
@@ -64,7 +72,7 @@ def test_images_that_an_environment_showed_stand_at_their_places(
     plain = Plain(family, given)
     total, expected = by_hand(plain, given, GRPO, "token-mean")
     total.backward()
-    with ranks(world_size, on_meta(family)) as engine:
+    with trained(world_size) as engine:
         results = forward_backward(engine, given, **options)
         assert_gradients(engine, plain.model, atol=1e-5)
     for name, value in expected.items():
@@ -72,11 +80,13 @@ def test_images_that_an_environment_showed_stand_at_their_places(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_rank_without_images_runs_the_tower_with_the_other_and_adds_nothing(family: str, packing: bool) -> None:
+def test_a_rank_without_images_runs_the_tower_with_the_other_and_adds_nothing(
+    family: str, trained: SameRanks, packing: bool
+) -> None:
     given = with_pictures(family, [[pictures(1)[0]], []])
     plain = Plain(family, given)
     by_hand(plain, given, GRPO, "token-mean")[0].backward()
-    with ranks(2, on_meta(family)) as engine:
+    with trained(2) as engine:
         results = forward_backward(engine, given, packing=packing)
         assert_gradients(engine, plain.model, atol=1e-5)
         forward_backward(engine, given.rows([1]), packing=packing)  # neither has one, one has no row
@@ -109,17 +119,19 @@ def test_adapters_train_in_tower_and_language_model_and_leave_by_the_checkpoints
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_no_pass_builds_a_cache(family: str, packing: bool) -> None:
+def test_no_pass_builds_a_cache(family: str, trained: SameRanks, packing: bool) -> None:
     def watch() -> None:
         inner = module.model.language_model  # type: ignore[name-defined]
-        inner.register_forward_hook(lambda *args: caches.append(args[-1].past_key_values))  # type: ignore[name-defined]  # noqa: F821
+        noting = inner.register_forward_hook(lambda *args: caches.append(args[-1].past_key_values))  # type: ignore[name-defined]  # noqa: F821
+        module.noting = noting  # type: ignore[name-defined]
 
     given = with_pictures(family, [[pictures(1)[0]], []])
-    with ranks(1, on_meta(family)) as engine:
+    with trained(1) as engine:
         engine.run("caches = []")
         engine.run(watch)
         forward_backward(engine, given, packing=packing)
         seen = engine.run("caches")[0]
+        engine.run("module.noting.remove()")
     assert seen and not any(seen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -15,7 +16,7 @@ from rlbench.errors import LossError, StateError, Stopped
 from rlbench.rl import grpo
 from rlbench.session.lab.gradients import gradients_of
 from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
-from tests.ranks import RankFailure, Ranks, ranks
+from tests.ranks import RankFailure, Ranks, SameRanks, ranks, same_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,13 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen(tmp_path_factory.mktemp("qwen"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def trained(qwen: str) -> Iterator[SameRanks]:
+    """Ranks around the Qwen2, by their number: built once, set back after each test."""
+    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
+        yield made
 
 
 def batch(lengths: Any = RAGGED, seed: int = 0) -> Any:
@@ -99,10 +107,12 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("world", [1, 2])
-def test_norms_and_tokens_are_those_of_one_plain_process(qwen: str, world: int, options: dict[str, Any]) -> None:
+def test_norms_and_tokens_are_those_of_one_plain_process(
+    qwen: str, trained: SameRanks, world: int, options: dict[str, Any]
+) -> None:
     given = batch()
     model, coefficients, hidden = by_hand(qwen, given)
-    with ranks(world, qwen_on_meta(qwen)) as engine:
+    with trained(world) as engine:
         backward(engine, given, **options)
         found = looked_at(engine)
         norm = engine.call("policy_optim_step", {})[0]["metrics"]["grad_norm"]
@@ -124,10 +134,10 @@ def test_norms_and_tokens_are_those_of_one_plain_process(qwen: str, world: int, 
     assert not tokens.entropy_coefficient.any()
 
 
-def test_an_entropy_term_has_its_own_coefficient_and_is_in_the_hidden_states(qwen: str) -> None:
+def test_an_entropy_term_has_its_own_coefficient_and_is_in_the_hidden_states(qwen: str, trained: SameRanks) -> None:
     given = batch()
     _, coefficients, hidden = by_hand(qwen, given, with_entropy)
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         backward(engine, given, with_entropy)
         (tokens,) = looked_at(engine).tokens
     np.testing.assert_allclose(tokens.coefficient, coefficients, rtol=1e-5, atol=1e-9)
@@ -136,10 +146,10 @@ def test_an_entropy_term_has_its_own_coefficient_and_is_in_the_hidden_states(qwe
     np.testing.assert_allclose(tokens.hidden, hidden, rtol=1e-3, atol=1e-7)
 
 
-def test_of_several_batches_the_tokens_are_those_of_one_large_one(qwen: str) -> None:
+def test_of_several_batches_the_tokens_are_those_of_one_large_one(trained: SameRanks) -> None:
     whole = batch()
     parts = [whole.rows([0, 1, 2]), whole.rows([3, 4, 5, 6])]
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         backward(engine, whole)
         (expected,) = looked_at(engine).tokens
         engine.call("policy_zero_grad")
@@ -154,7 +164,7 @@ def test_of_several_batches_the_tokens_are_those_of_one_large_one(qwen: str) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_several_backwards_are_one_large_batch(qwen: str, mode: str) -> None:
+def test_several_backwards_are_one_large_batch(trained: SameRanks, mode: str) -> None:
     whole = batch()
     parts = [whole.rows([0, 1]), whole.rows([2]), whole.rows([3, 4, 5, 6])]
 
@@ -164,7 +174,7 @@ def test_several_backwards_are_one_large_batch(qwen: str, mode: str) -> None:
 
         return dict(engine.run(gather)[0])
 
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         backward(engine, whole, far, aggregation=mode)
         expected = gradients(engine)
         engine.call("policy_zero_grad")
@@ -176,7 +186,7 @@ def test_several_backwards_are_one_large_batch(qwen: str, mode: str) -> None:
         assert float((found[name] - gradient).abs().max()) <= 1e-6 * max(scale, 1.0), name
 
 
-def test_nothing_is_moved_by_looking(qwen: str) -> None:
+def test_nothing_is_moved_by_looking(trained: SameRanks) -> None:
     def stepped(engine: Ranks, look: bool) -> Any:
         backward(engine, batch())
         if look:
@@ -184,13 +194,13 @@ def test_nothing_is_moved_by_looking(qwen: str) -> None:
         engine.call("policy_optim_step", {})
         return engine.call("training_checksums")
 
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         expected = stepped(engine, look=False)
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         assert stepped(engine, look=True) == expected
 
 
-def test_a_gradient_that_is_not_finite_is_named(qwen: str) -> None:
+def test_a_gradient_that_is_not_finite_is_named(trained: SameRanks) -> None:
     def spoil() -> None:
         from torch.distributed.tensor import DTensor
 
@@ -199,7 +209,7 @@ def test_a_gradient_that_is_not_finite_is_named(qwen: str) -> None:
             assert isinstance(gradient, DTensor)
             gradient.to_local()[0, 0] = float("nan")
 
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         backward(engine, batch())
         engine.run(spoil)
         found = looked_at(engine)
@@ -209,8 +219,8 @@ def test_a_gradient_that_is_not_finite_is_named(qwen: str) -> None:
 
 
 @pytest.mark.parametrize("after", ["nothing", "zero_grad", "step"])
-def test_where_none_waits_the_mend_is_said(qwen: str, after: str) -> None:
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+def test_where_none_waits_the_mend_is_said(trained: SameRanks, after: str) -> None:
+    with trained(2) as engine:
         if after != "nothing":
             backward(engine, batch())
             engine.call("policy_zero_grad") if after == "zero_grad" else engine.call("policy_optim_step", {})
@@ -247,9 +257,9 @@ def compared(engine: Ranks, given: Any, losses: dict[str, Any], **options: Any) 
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_products_are_those_of_the_gradients_a_step_would_have(qwen: str, world: int) -> None:
+def test_the_products_are_those_of_the_gradients_a_step_would_have(trained: SameRanks, world: int) -> None:
     given = batch()
-    with ranks(world, qwen_on_meta(qwen)) as engine:
+    with trained(world) as engine:
         found = compared(engine, given, LOSSES, token_budget=24)
         gradients = []
         for loss in LOSSES.values():
@@ -266,7 +276,9 @@ def test_the_products_are_those_of_the_gradients_a_step_would_have(qwen: str, wo
 
 
 @pytest.mark.parametrize("stopping", [(), (1,)])
-def test_gradients_that_wait_and_random_states_stay_whatever_happens(qwen: str, stopping: tuple[int, ...]) -> None:
+def test_gradients_that_wait_and_random_states_stay_whatever_happens(
+    trained: SameRanks, stopping: tuple[int, ...]
+) -> None:
     def stepped(engine: Ranks, lab: bool) -> Any:
         backward(engine, batch())
         backward(engine, batch(seed=4), with_entropy)
@@ -282,13 +294,13 @@ def test_gradients_that_wait_and_random_states_stay_whatever_happens(qwen: str, 
         engine.call("policy_optim_step", {})
         return engine.call("training_checksums")
 
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         expected = stepped(engine, lab=False)
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         assert stepped(engine, lab=True) == expected
 
 
-def test_a_loss_that_fails_on_one_rank_alone_leaves_the_others(qwen: str) -> None:
+def test_a_loss_that_fails_on_one_rank_alone_leaves_the_others(trained: SameRanks) -> None:
     def fails_once(x: Any) -> Any:
         import torch.distributed as dist
 
@@ -296,14 +308,14 @@ def test_a_loss_that_fails_on_one_rank_alone_leaves_the_others(qwen: str) -> Non
             raise ValueError("only here")
         return -x.logprobs, {}
 
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+    with trained(2) as engine:
         found = compared(engine, batch(), {"plain": plain, "once": fails_once, "far": far})
     assert found["losses"] == ("plain", "far") and "rank 1" in found["failed"]["once"]
     assert found["gram"].shape[1:] == (2, 2) and (np.diagonal(found["gram"].sum(0)) > 0).all()
 
 
-def test_a_lab_alone_leaves_no_gradient(qwen: str) -> None:
-    with ranks(2, qwen_on_meta(qwen)) as engine:
+def test_a_lab_alone_leaves_no_gradient(trained: SameRanks) -> None:
+    with trained(2) as engine:
         compared(engine, batch(), {"plain": plain})
         with pytest.raises(StateError):
             engine.call("gradient_facts")
