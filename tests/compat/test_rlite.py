@@ -44,7 +44,8 @@ class MyQwenModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
 def vllm_engine(cluster, tiny_path):
     rlite.init()
     engine = RliteInferenceEngine(Checkpoint(str(tiny_path)), executor="VllmInferenceExecutor", name="rlite-vllm")
-    engine.build(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, kv_cache_bytes=256 << 20)
+    sizes = {"kv_cache_bytes": 256 << 20, "max_model_len": 128}  # one test fills a model's whole length
+    engine.build(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, **sizes)
     yield engine
     engine.close()
 

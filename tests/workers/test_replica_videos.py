@@ -80,6 +80,12 @@ def prompts() -> list[Prompt]:
     ]
 
 
+@pytest.fixture(scope="module")
+def too_long() -> Prompt:
+    """A video of more tokens than the model takes, which is a second's work."""
+    return Prompt(ASKED, videos=(video(280, width=224, height=224, seed=9),))
+
+
 def test_log_probs_and_token_ids_are_those_of_transformers_in_a_mixed_batch(replica, lane, reference, prompts):
     arrays = drawn_as_expected(replica, lane, prompts, partial(expected, reference), within=1e-5)
     token = reference[1].video_token_id
@@ -105,7 +111,7 @@ def test_given_tokens_are_scored_with_their_videos_by_order_and_rate(replica, la
 
 
 @pytest.mark.parametrize("broken", range(6))
-def test_what_cannot_be_served_names_the_prompt_and_leaves_the_replica_usable(replica, lane, prompts, broken):
+def test_what_cannot_be_served_names_the_prompt_and_leaves_the_replica_usable(replica, lane, prompts, too_long, broken):
     shown = prompts[0].videos[0]
     cut = replace(shown, data=shown.data[: len(shown.data) // 2], digest="cut")
     bad, token = [
@@ -113,10 +119,7 @@ def test_what_cannot_be_served_names_the_prompt_and_leaves_the_replica_usable(re
         (Prompt("no place", videos=(shown,)), "0 places for its 1 videos"),
         (Prompt(ASKED, videos=(cut,)), "cannot be decoded"),
         (Prompt("<|video_pad|>?"), "the model's token for a video, and has none"),
-        (
-            Prompt(ASKED, videos=(video(280, width=224, height=224, seed=9),)),
-            "tokens with its videos, and there is room for 2047",
-        ),
+        (too_long, "tokens with its videos, and there is room for 2047"),
         (Prompt([{"role": "user", "content": [IMAGE, PLACE]}], images=(PICTURE,), videos=(shown,) * 1), ""),
     ][broken]
     if not token:  # tokens of another video than the one given
