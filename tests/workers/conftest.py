@@ -1,4 +1,4 @@
-"""One replica on a tiny random model for all tests of several turns, stepped on a thread that is not the main one."""
+"""One replica on a tiny random model for a file of tests of several turns, stepped on a thread beside the main one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def turn_lane() -> Iterator[Lane]:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def turn_replica(turn_folder: Path, turn_lane: Lane) -> Iterator[Any]:
+    """One for each file: another file's replica, at its end, ends the groups of all that this process has."""
     from rlbench.workers.replica.config import ReplicaConfig
     from rlbench.workers.replica.vllm import VllmReplica
     from tests.workers.ending import end_here
