@@ -14,11 +14,14 @@ import pytest
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import sync_playwright
 
-from tests.browser import kernels
+from tests.browser import kernels, language_pack
 from tests.browser import lab as driver
 from tests.browser.lab import Lab, Notebook
+from tests.browser.panels import ROOT
 
 HERE = Path(__file__).parent
+HUB_URL = "/user/ada/"
+"""What a JupyterHub has the addresses of one user's server begin with."""
 FAILED = pytest.StashKey[bool]()
 """Whether a test has failed, for a page that tests share: the next one gets another."""
 NO_CHROMIUM = "no chromium: apt-get install chromium, or name one in RLB_CHROMIUM"
@@ -67,18 +70,34 @@ def lab(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Iterator[L
 
 
 @pytest.fixture(scope="package")
+def hub(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A server as a JupyterHub starts it, with a language pack; its kernels' cluster is that of the other one."""
+    folder = tmp_path_factory.mktemp("hub")
+    language_pack.write(folder / "site", ROOT / "extension")
+    server = Lab(folder, base_url=HUB_URL, state=lab.state, PYTHONPATH=str(folder / "site"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="package")
 def kernel_names(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Kernels of several ipykernel releases: their names, for `Notebook(kernel=…)`, by version."""
     return kernels.offer(lab, tmp_path_factory.mktemp("ipykernels"))
 
 
+@pytest.fixture(scope="package")
+def server(lab: Lab) -> Lab:
+    """The JupyterLab that `open_notebook` opens notebooks in; a file may name another one."""
+    return lab
+
+
 @pytest.fixture
-def open_notebook(lab: Lab, browser: Any) -> Iterator[Callable[..., Notebook]]:
+def open_notebook(server: Lab, browser: Any) -> Iterator[Callable[..., Notebook]]:
     """`open_notebook(cells, kernel=…, theme=…)`: a `Notebook`, closed and checked for errors after the test."""
     opened: list[Notebook] = []
 
     def open_one(cells: Any = (), **options: Any) -> Notebook:
-        opened.append(Notebook(lab, browser, cells, **options))
+        opened.append(Notebook(server, browser, cells, **options))
         return opened[-1]
 
     yield open_one

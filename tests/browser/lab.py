@@ -42,6 +42,8 @@ CHROMIUM_ARGS = (
 )
 OF_A_LOST_KERNEL = "Canceled future for kernel_info_request"
 """What JupyterLab itself throws where a kernel is killed or restarted just as Lab asks it who it is."""
+LOOK_MS = 50
+"""Between two looks at a page that loads: playwright's own come with each frame, which keeps the page drawing."""
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 
 # The page's notebook as `panel`, its cells as `cells`: what all snippets below start with.
@@ -292,7 +294,7 @@ class Notebook:
         if self.page.evaluate("document.body.dataset.jpThemeName") == wanted:
             return
         self._js("return window.jupyterapp.commands.execute('apputils:change-theme', {theme});", theme=wanted)
-        self.page.wait_for_function(f"document.body.dataset.jpThemeName === {wanted!r}")
+        self.page.wait_for_function(f"document.body.dataset.jpThemeName === {wanted!r}", polling=LOOK_MS)
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
 
     def screenshot(self, path: Path | str, index: int | None = None) -> None:
@@ -327,11 +329,13 @@ class Notebook:
         self.page.goto(f"{self.lab.url}lab/workspaces/{self.name}/tree/{self.path.name}?{query}")
         self.page.wait_for_function(
             f"() => {{ {PANEL} return (cells.length > 0 || panel?.context?.isReady)"
-            " && panel === window.jupyterapp.shell.currentWidget; }"
+            " && panel === window.jupyterapp.shell.currentWidget; }",
+            polling=LOOK_MS,
         )
         if self._with_kernel:
             self.page.wait_for_function(
-                f"() => {{ {PANEL} return panel.sessionContext.session?.kernel?.connectionStatus === 'connected'; }}"
+                f"() => {{ {PANEL} return panel.sessionContext.session?.kernel?.connectionStatus === 'connected'; }}",
+                polling=LOOK_MS,
             )
         else:
             self.page.locator(".jp-Dialog button", has_text="No Kernel").click()
