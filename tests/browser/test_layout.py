@@ -68,8 +68,8 @@ def test_no_text_lies_over_another_nor_beyond_its_edge(stage, theme, repository)
         for cell in cells.values():
             cell.evaluate("(node, width) => { node.style.flex = `0 0 ${width}px`; }", width)
         notebook.page.wait_for_timeout(SETTLED_MS)
+        notebook.screenshot(repository / "build" / "browser" / "layout" / f"{width}-{theme}.png")
         for name, view in ({"panel": panel.node} | cells).items():
             assert abs(view.bounding_box()["width"] - width) < 3, name
-            view.screenshot(path=repository / "build" / "browser" / "layout" / f"{name}-{width}-{theme}.png")
             found += [f"{name} at {width}: {fault}" for fault in faults(view)]
     assert not found, "\n".join(found)
