@@ -93,7 +93,7 @@ def test_every_view_shows_its_static_form(page, repository, request):
             message.wait_for(state="attached")
             assert message.is_hidden() and area.locator(".rlb-live").count() == 0
         assert "widget" not in area.inner_text(), f"{name}: {area.inner_text()[:200]}"
-        area.screenshot(path=repository / "build" / "browser" / f"reopened-{request.node.callspec.id}-{name}.png")
+    page.screenshot(path=repository / "build" / "browser" / f"reopened-{request.node.callspec.id}.png")
 
 
 def test_dollars_of_a_completion_stay_dollars(page):
