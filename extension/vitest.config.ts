@@ -1,5 +1,6 @@
 import { defineConfig } from 'vitest/config';
 
 export default defineConfig({
-  test: { include: ['src/**/*.test.{ts,tsx}'], pool: 'threads' } // a thread per file, not a process
+  // a context of its own per file, in threads that stay: one that ends loads jsdom and vitest anew for the next file
+  test: { include: ['src/**/*.test.{ts,tsx}'], pool: 'vmThreads' }
 });
