@@ -21,6 +21,9 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
 }
 
+PAGE = {"buildCheck": False}
+"""Of each page: else JupyterLab starts node at each load, to ask whether it should be built anew."""
+
 
 class Lab:
     """A JupyterLab on loopback with its own home, settings, workspaces and state folder of rlbench.
@@ -168,6 +171,9 @@ class Lab:
             path = self.home / "config/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
+        page = self.home / "config/labconfig/page_config.json"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(json.dumps(PAGE))
 
     def _wait_until_it_answers(self) -> str:
         """The server's address: it says itself which port it took."""
