@@ -42,7 +42,7 @@ def test_a_batch_has_those_of_the_prompt_and_then_those_observed() -> None:
         [],
         [("blue", 1), ("red", 4)],
     ]
-    assert batch.has_images and not batch.rows([2, 4]).has_images
+    assert batch.media == ("images",) and batch.rows([2, 4]).media == ()
 
 
 def test_they_follow_their_completions_through_selection_and_merging() -> None:

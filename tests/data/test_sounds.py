@@ -223,7 +223,7 @@ def test_files_joins_and_batches_keep_sounds(tmp_path: Path) -> None:
     again = Rollouts.from_parquet(made.to_parquet(tmp_path / "r.parquet"))
     assert again.prompts == made.prompts and again.prompts[0].sounds[0].data == WAV
     batch = made.batch(lambda rewards, group: rewards)
-    assert batch.sounds == tuple(own for own in given for _ in range(2)) and batch.images is None and batch.has_sounds
+    assert batch.sounds == tuple(own for own in given for _ in range(2)) and batch.media == ("sounds",)
     read = TrainBatch.from_parquet(batch.to_parquet(tmp_path / "b.parquet"))
     assert read.sounds == batch.sounds and read.key == batch.key != batch.replace(sounds=None).key
     assert batch.rows([3, 0]).sounds == ((other, SOUND), (SOUND,))

@@ -178,7 +178,7 @@ def test_what_is_no_demonstration_is_refused_with_its_row(tokenizer: Any, row: A
 
 def test_options_and_sources_are_checked(tokenizer: Any) -> None:
     for maker in (rb.data.demonstrations, rb.data.pairs, rb.data.labelled):
-        with pytest.raises(DataError, match="whose tokens"):
+        with pytest.raises(DataError, match=r"whose tokens.*: \(rows, session\)"):
             maker([{"prompt": "a", "completion": "b"}])
     for maker in (rb.data.demonstrations, rb.data.pairs, rb.data.labelled):
         shown = inspect.signature(maker).parameters

@@ -168,7 +168,7 @@ def test_images_stay_with_their_rows(eyes: str, tmp_path: Any) -> None:
     a, b = pictures(2)
     given = with_pictures(eyes, [[a], [], [a, b]])
     assert given.rows([2, 0]).images == ((a, b), (a,))
-    assert given.rows([1]).has_images is False
+    assert given.rows([1]).media == ()
     text = given.rows([1]).replace(images=None)
     joined = rb.data.join(text, given)
     assert joined.images == ((), (a,), (), (a, b))

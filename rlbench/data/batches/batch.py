@@ -119,16 +119,6 @@ class TrainBatch(Suggesting):
         """What its sequences have beside tokens: "images", "videos" or "sounds", in this order."""
         return tuple(name for name in KINDS if any(getattr(self, name) or ()))
 
-    @property
-    def has_images(self) -> bool:
-        """Whether any sequence has an image."""
-        return "images" in self.media
-
-    @property
-    def has_sounds(self) -> bool:
-        """Whether any sequence has a sound."""
-        return "sounds" in self.media
-
     def media_rows(self) -> list[tuple[EncodedMedia, ...]]:
         """Return all that each sequence has beside tokens, by the order of `media`; none where no sequence has any."""
         held = [getattr(self, name) for name in self.media]

@@ -58,8 +58,8 @@ class Renderer:
         """Make one of a tokenizer, its folder or hub id, or what has a `tokenizer` (a session, rollouts)."""
         if tokenizer is None:
             raise DataError(
-                "whose tokens? Give the session, a tokenizer or its folder behind the rows: "
-                "rb.data.demonstrations(rows, session). A trainer takes rows as they are: session.trainer(…, data=rows)"
+                "whose tokens? Give the session, a tokenizer or its folder behind the rows: (rows, session). "
+                "A trainer takes rows as they are: session.trainer(…, data=rows)"
             )
         if not isinstance(tokenizer, str) and not hasattr(tokenizer, "apply_chat_template"):
             tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
