@@ -29,9 +29,8 @@ def _serve(pipe: Connection) -> None:
     from tests.workers.ending import end_here
 
     keep_for_ever = gc.freeze
-    gc.freeze = gc.unfreeze = lambda: (
-        None
-    )  # vLLM's, at each end of an engine: all imports would be looked through again
+    # vLLM's, at each end of an engine: all imports would be looked through again
+    gc.freeze = gc.unfreeze = lambda: None
     keep_for_ever()
     gc.enable()
 
