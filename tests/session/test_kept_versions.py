@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rlbench as rb
+from rlbench.dispatch.link import shm_prefix
 from rlbench.errors import CheckpointError, SessionError, Stopped
 from rlbench.tiny import tasks
 from tests.clock import interrupt_once
@@ -47,7 +48,7 @@ def standing(session: Any) -> tuple[Any, ...]:
         session.version,
         session.inference.weight_versions(),
         [row.tolist() for row in session.inference.logprobs(SEQUENCE)],
-        sorted(path.name for path in Path("/dev/shm").glob("*kept-*")),
+        sorted(path.name for path in Path("/dev/shm").glob(f"{shm_prefix(session.name)}kept-*")),
     )
 
 
