@@ -17,6 +17,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import garbage
+
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 """Whether this is one of several processes that share the tests."""
 
@@ -30,10 +32,7 @@ def _end() -> None:
 
 if WORKER:
     atexit.register(_end)  # before all others: it runs after them
-keep_for_ever = gc.freeze
-"""Have garbage be looked for no more among what is there now."""
-if WORKER:  # vLLM freezes each engine, and at its end has all that was ever imported looked through again, twice
-    gc.freeze = gc.unfreeze = lambda: None
+    garbage.let_nobody_undo_it()
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
@@ -83,6 +82,16 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.modules import save_qwen
 
     return save_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def trained(qwen: str) -> Iterator[Any]:
+    """Ranks around that Qwen2, by their number (`SameRanks`): built once for a file, set back after each test."""
+    from tests.modules import qwen_on_meta
+    from tests.ranks import same_ranks
+
+    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +161,7 @@ def pytest_collection() -> Iterator[object]:
         return (yield)
     finally:
         if WORKER:
-            keep_for_ever()
+            garbage.set_aside()
         if enabled:
             gc.enable()
 
@@ -162,7 +171,7 @@ def pytest_sessionfinish() -> None:
     """Look for garbage once: pytest does five times more, at the end of each process, over all that was imported."""
     if WORKER:  # which frees nothing at its end, see `_end`
         gc.collect()
-        keep_for_ever()
+        garbage.set_aside()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -173,7 +182,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if WORKER and (nextitem is None or nextitem.path != item.path):
             gc.collect()
-            keep_for_ever()
+            garbage.set_aside()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

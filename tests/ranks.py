@@ -151,15 +151,6 @@ class Ranks:
             raise RuntimeError(f"{what}: {_last_words(self.started)}") from error
         return found
 
-    def keep(self) -> None:
-        """Keep how the ranks are now, for `set_back`."""
-        self._kept = tempfile.TemporaryDirectory(prefix="rlb-test-kept-")
-        self.call("write_snapshot", f"{self._kept.name}/kept")
-
-    def set_back(self) -> None:
-        """Go back to what `keep` kept: parameters, optimizers, random states; drop gradients that wait."""
-        self.call("read_snapshot", f"{self._kept.name}/kept")
-
     def method(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self.call("call_method", name, args, kwargs)
 
@@ -274,24 +265,26 @@ class SameRanks:
 
     def __init__(self, make: Callable[[], Any], **config: Any) -> None:
         self._make, self._config = make, config
-        self._built: dict[int, tuple[contextlib.ExitStack, Ranks]] = {}
+        self._built: dict[int, tuple[contextlib.ExitStack, Ranks, str]] = {}  # and the snapshot they go back to
 
     @contextmanager
     def __call__(self, world_size: int) -> Iterator[Ranks]:
         if world_size not in self._built:
             stack = contextlib.ExitStack()
+            kept = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlb-test-kept-")) + "/kept"
             made = stack.enter_context(ranks(world_size, self._make(), **self._config))
-            self._built[world_size] = stack, made
-            made.keep()
+            self._built[world_size] = stack, made, kept
+            made.call("write_snapshot", kept)
+        _, made, kept = self._built[world_size]
         try:
-            yield self._built[world_size][1]
-            self._built[world_size][1].set_back()
+            yield made
+            made.call("read_snapshot", kept)
         except BaseException:  # a test that failed leaves nothing to the next
             self._built.pop(world_size)[0].close()
             raise
 
     def close(self) -> None:
-        for stack, _ in self._built.values():
+        for stack, *_ in self._built.values():
             stack.close()
         self._built = {}
 

@@ -18,6 +18,7 @@ from tests.browser import kernels, language_pack
 from tests.browser import lab as driver
 from tests.browser.lab import Lab, Notebook
 from tests.browser.panels import ROOT
+from tests.browser.shared import Shared
 
 HERE = Path(__file__).parent
 HUB_URL = "/user/ada/"
@@ -89,6 +90,27 @@ def kernel_names(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def server(lab: Lab) -> Lab:
     """The JupyterLab that `open_notebook` opens notebooks in; a file may name another one."""
     return lab
+
+
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, server: Lab, browser: Any, repository: Path) -> Iterator[Shared]:
+    """The notebook that a file's tests take in turns: its first cell is the file's `START`."""
+    made = Shared(server, browser, [request.module.START.format(root=str(repository))])
+    yield made
+    made.close(check=True)
+
+
+@pytest.fixture
+def take(request: pytest.FixtureRequest, shared: Shared) -> Iterator[Callable[..., Notebook]]:
+    """`take(theme=…)`: the shared notebook, its first cell alone; what a test adds is taken out again."""
+
+    def take_one(theme: str = "light") -> Notebook:
+        notebook = shared.take()
+        notebook.theme(theme)
+        return notebook
+
+    yield take_one
+    shared.give_back(request.node.stash.get(FAILED, False))
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ import json
 
 import pytest
 
-from tests.browser.conftest import FAILED
 from tests.browser.layout import CONTRAST
-from tests.browser.shared import Shared
 
 START = """
 import sys; sys.path.insert(0, {root!r})
@@ -32,28 +30,18 @@ HISTOGRAM = 'rollouts().lengths.plot(compare={"step 1": [1, 1, 2]})'
 PLOTLY = ".jp-RenderedPlotly .main-svg"
 
 
-@pytest.fixture(scope="module")
-def shared(lab, browser, repository):
-    """The notebook that the tests take in turns: its first cell imports."""
-    made = Shared(lab, browser, [START.format(root=str(repository))])
-    yield made
-    made.close(check=True)
-
-
 @pytest.fixture
-def open_cells(request, shared):
+def open_cells(take):
     """`open_cells(cell, …)`: a notebook with these cells after one that imports, all run."""
 
     def open_all(*cells, theme="light"):
-        notebook = shared.take()
-        notebook.theme(theme)
+        notebook = take(theme)
         assert [notebook.add(cell) for cell in cells] == [*range(1, len(cells) + 1)]
         for i in range(1, len(cells) + 1):
             notebook.run(i)
         return notebook
 
-    yield open_all
-    shared.give_back(request.node.stash.get(FAILED, False))
+    return open_all
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

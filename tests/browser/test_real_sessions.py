@@ -13,10 +13,8 @@ import subprocess
 import pytest
 
 from rlbench.notebook.live.live_view import works_while_busy
-from tests.browser.conftest import FAILED
 from tests.browser.layout import faults
 from tests.browser.panels import ROOT, Panel, built, sources
-from tests.browser.shared import Shared
 
 pytestmark = pytest.mark.engine
 START = """
@@ -40,20 +38,15 @@ HELD_UP = "import time\nprint('begun')\nwhile True: time.sleep(0.05)"
 
 
 @pytest.fixture(scope="module")
-def shared(hub, browser, repository):
-    """The notebook that the tests take in turns: its first cell imports."""
-    made = Shared(hub, browser, [START.format(root=str(repository))])
-    yield made
-    made.close(check=True)
+def server(hub):
+    """Notebooks open there."""
+    return hub
 
 
 @pytest.fixture
-def notebook(request, shared):
-    """The notebook, light, with its first cell alone; what a test adds is taken out again."""
-    opened = shared.take()
-    opened.theme("light")
-    yield opened
-    shared.give_back(request.node.stash.get(FAILED, False))
+def notebook(take):
+    """The notebook that these tests share."""
+    return take()
 
 
 def begin(notebook, name):

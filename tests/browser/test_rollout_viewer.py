@@ -9,8 +9,6 @@ import signal
 import pytest
 
 from rlbench.notebook.live.live_view import works_while_busy
-from tests.browser.conftest import FAILED
-from tests.browser.shared import Shared
 from tests.data.written import sorting, spelling, stepped, written
 
 START = """
@@ -33,27 +31,17 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shared(lab, browser, repository):
-    """The notebook that the tests take in turns: its first cell imports."""
-    made = Shared(lab, browser, [START.format(root=str(repository))])
-    yield made
-    made.close(check=True)
-
-
 @pytest.fixture
-def open_viewer(request, shared):
+def open_viewer(take):
     """`open_viewer(cell, …)`: a notebook whose second and last cell shows a viewer, run and drawn."""
 
     def open_one(cell="stepped(sorting(TINY))", theme="light"):
-        notebook = shared.take()
-        notebook.theme(theme)
+        notebook = take(theme)
         assert notebook.do(cell) == 1
         notebook.cell(1).locator(".rlbv .row .t").first.wait_for()
         return notebook
 
-    yield open_one
-    shared.give_back(request.node.stash.get(FAILED, False))
+    return open_one
 
 
 def rows(notebook):

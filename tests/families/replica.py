@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 
+from tests import garbage
 from tests.ranks import forks
 
 ANSWER_S = 300.0
@@ -28,10 +29,8 @@ def _serve(pipe: Connection) -> None:
     from rlbench.workers.replica.vllm import VllmReplica
     from tests.workers.ending import end_here
 
-    keep_for_ever = gc.freeze
-    # vLLM's, at each end of an engine: all imports would be looked through again
-    gc.freeze = gc.unfreeze = lambda: None
-    keep_for_ever()
+    garbage.let_nobody_undo_it()
+    garbage.set_aside()
     gc.enable()
 
     target: Any = None
@@ -45,7 +44,7 @@ def _serve(pipe: Connection) -> None:
                 target, value = VllmReplica(*args), None
             elif name == "close":  # others are built in this process after it
                 value = target = end_here(target)
-                keep_for_ever()
+                garbage.set_aside()
             else:
                 value = getattr(target, name)(*args)
             pipe.send((True, cloudpickle.dumps(value)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import rlbench.nn
 from rlbench import rl
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError, LossError
-from tests.modules import RAGGED, VOCAB, RunningMeanModel, batch_of, qwen_on_meta
-from tests.ranks import SameRanks, ranks, same_ranks
+from tests.modules import RAGGED, VOCAB, RunningMeanModel, batch_of
+from tests.ranks import SameRanks, ranks
 from tests.trainers.policy_reference import assert_gradients, forward_backward
 
 SPLITS = [
@@ -64,13 +63,6 @@ def of_logits(inputs: Any) -> Any:
 
 
 of_logits.needs = "logits"  # type: ignore[attr-defined]
-
-
-@pytest.fixture(scope="module")
-def trained(qwen: str) -> Iterator[SameRanks]:
-    """Ranks around the Qwen2, by their number: built once, set back after each test."""
-    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
-        yield made
 
 
 @pytest.mark.parametrize(("world_size", "options"), SPLITS)

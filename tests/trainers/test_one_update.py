@@ -3,7 +3,6 @@ weights, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from rlbench.rl import LossInputs, clip_cov, gspo, high_entropy, ppo
 from rlbench.trainers.experience.values import Experience
 from rlbench.trainers.passes.packing import plan_micro_batches
 from rlbench.trainers.update.experience_update import PolicyUpdate
-from tests.modules import RAGGED, batch_of, qwen_on_meta
-from tests.ranks import SameRanks, same_ranks
+from tests.modules import RAGGED, batch_of
+from tests.ranks import SameRanks
 from tests.trainers.policy_reference import forward_backward
 
 pytestmark = pytest.mark.slow
@@ -49,13 +48,6 @@ def explodes(x: LossInputs) -> Any:
 ONE_CALL = [[given(0)], [given(1)], [given(2)]]
 SEVERAL = [[given(0, RAGGED[:3]), given(1, RAGGED[3:])], [given(2, RAGGED[2:5]), given(3, RAGGED[:1]), given(4)]]
 SKIPPED = [[given(0)], [given(1, spoilt=True)], [given(2)]]
-
-
-@pytest.fixture(scope="module")
-def trained(qwen: str) -> Iterator[SameRanks]:
-    """Ranks around the Qwen2, by their number: built once, set back after each test."""
-    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
-        yield made
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

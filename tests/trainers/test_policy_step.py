@@ -3,7 +3,6 @@ can be stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -16,18 +15,11 @@ import rlbench.nn
 from rlbench.data.base.ragged import rows_in_order
 from rlbench.errors import DataError, EngineError, LossError, Stopped
 from rlbench.rl import LossInputs, grpo
-from tests.modules import RAGGED, RunningMeanModel, qwen_on_meta
-from tests.ranks import RankFailure, SameRanks, ranks, same_ranks
+from tests.modules import RAGGED, RunningMeanModel
+from tests.ranks import RankFailure, SameRanks, ranks
 from tests.trainers.policy_reference import GRPO, assert_gradients, batch, by_hand, forward_backward, run_steps
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def trained(qwen: str) -> Iterator[SameRanks]:
-    """Ranks around the Qwen2, by their number: built once, set back after each test."""
-    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

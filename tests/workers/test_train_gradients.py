@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -15,8 +14,8 @@ from rlbench.data.record.gradients import Gradients
 from rlbench.errors import LossError, StateError, Stopped
 from rlbench.rl import grpo
 from rlbench.session.lab.gradients import gradients_of
-from tests.modules import RAGGED, RunningMeanModel, batch_of, qwen_on_meta, save_qwen
-from tests.ranks import RankFailure, Ranks, SameRanks, ranks, same_ranks
+from tests.modules import RAGGED, RunningMeanModel, batch_of, save_qwen
+from tests.ranks import RankFailure, Ranks, SameRanks, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -26,13 +25,6 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_qwen(tmp_path_factory.mktemp("qwen"), tied=False)
-
-
-@pytest.fixture(scope="module")
-def trained(qwen: str) -> Iterator[SameRanks]:
-    """Ranks around the Qwen2, by their number: built once, set back after each test."""
-    with same_ranks(lambda: qwen_on_meta(qwen)) as made:
-        yield made
 
 
 def batch(lengths: Any = RAGGED, seed: int = 0) -> Any:
