@@ -4,16 +4,25 @@ Not vLLM's worker for a host without a GPU: it replaces parts of torch that a tr
 that worker imports is here, and what it does once to vLLM's own modules.
 """
 
-import jsonschema  # noqa: F401  (a third of what Ray imports takes, in each worker)
+import jsonschema  # noqa: F401  (Ray imports this, pyarrow and pydantic.v1)
 import peft  # noqa: F401
+import pyarrow.json  # noqa: F401
+import pydantic.v1  # noqa: F401
 import torch
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401  (the tiny model's family)
+import vllm.distributed.elastic_ep.elastic_execute
+import vllm.lora.resolver
 import vllm.model_executor.layers.quantization.online.base
+import vllm.renderers.hf
+import vllm.v1.core.sched.scheduler
 import vllm.v1.engine.llm_engine
+import vllm.v1.pool.late_interaction_runner
 import vllm.v1.worker.gpu_model_runner
 import vllm.v1.worker.gpu_worker  # noqa: F401
 from vllm.platforms import current_platform
 
 import rlbench.workers.replica.vllm
+import rlbench.workers.replica.vllm_requests
 import rlbench.workers.train.rank  # noqa: F401
 
 torch.distributions.Distribution.set_default_validate_args(__debug__)  # vLLM compiles, which turns it off

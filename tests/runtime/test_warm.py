@@ -1,11 +1,13 @@
 """Workers as forks of one process: what they are given, what they share, and what happens where it cannot be."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,24 @@ from tests.clock import LIMIT_S, until
 
 REPORT = """
 import json, os, random, sys
+job = sys.modules.get("reads_job")
 print(json.dumps({"argv": sys.argv, "folder": os.getcwd(), "mine": os.environ["MINE"], "parent": os.getppid(),
-                  "loaded": "colorsys" in sys.modules, "random": random.random(), "path": sys.path[0]}))
+                  "loaded": "colorsys" in sys.modules, "random": random.random(), "path": sys.path[:2],
+                  "job": job and job.JOB, "loaded_by": job and job.PROCESS}))
 raise SystemExit(int(os.environ["STATUS"]))
 """
-SERVE = "import sys\nfrom rlbench.runtime import warm\nwarm.PRELOADED = sys.argv[2]\nwarm.main(sys.argv[1])"
+READS_JOB = """
+import os, sys
+JOB, PROCESS = os.environ["RAY_JOB"], os.getpid()
+os.environ["MINE"] = "of the import"
+sys.path.insert(0, "a folder of the import's")
+"""
+SERVE = """
+import sys
+from rlbench.runtime import warm
+warm.PRELOADED, warm.PRELOADED_BY_JOB = (sys.argv[2],), tuple(sys.argv[3:])
+warm.main(sys.argv[1])
+"""
 
 
 @pytest.fixture
@@ -29,11 +44,12 @@ def ask(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "socket.first").touch()
 
-    def asked(status=0):
+    def asked(status=0, job="a"):
         environment = os.environ | {
             worker_start.SOCKET: str(tmp_path / "socket"),
             worker_start.RAYS_OWN: str(own),
             "MINE": "of the one that asked",
+            "RAY_JOB": job,
             "STATUS": str(status),
         }
         with subprocess.Popen(
@@ -51,12 +67,17 @@ def ask(tmp_path):
 
 
 @pytest.fixture
-def serve(tmp_path):
-    """Start a warm process that imports this module."""
+def serve(tmp_path, monkeypatch):
+    """Start a warm process that imports this module, and others for each job."""
     started = []
+    (tmp_path / "reads_job.py").write_text(READS_JOB)
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
 
-    def serving(module, ends=False):
-        command = [sys.executable, "-c", SERVE, str(tmp_path / "socket"), module]
+    def serving(module, *by_job, ends=False):
+        command = [sys.executable, "-c", SERVE, str(tmp_path / "socket"), module, *by_job]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         if not ends:
             until(lambda: (tmp_path / "socket").exists() or started[-1].poll() is not None)
@@ -69,15 +90,54 @@ def serve(tmp_path):
         process.communicate()
 
 
-def test_a_fork_has_arguments_environment_folder_and_output_of_the_process_that_asked(serve, ask, tmp_path):
-    import json
+def parent_of(pid):
+    """The process that started a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
+
+def test_a_fork_has_arguments_environment_folder_and_output_of_the_process_that_asked(serve, ask, tmp_path):
     process = serve("colorsys")
     first, second = (json.loads(ask()[0]) for _ in range(2))
     assert first["argv"] == [str(tmp_path / "own.py"), "--one", "two"]
-    assert (first["folder"], first["path"]) == (str(tmp_path / "folder"), str(tmp_path))
-    assert first["mine"] == "of the one that asked" and first["loaded"] and first["parent"] == process.pid
+    assert (first["folder"], first["path"][0]) == (str(tmp_path / "folder"), str(tmp_path))
+    assert first["mine"] == "of the one that asked" and first["loaded"]
+    assert first["parent"] == second["parent"] and parent_of(first["parent"]) == process.pid
     assert first["random"] != second["random"]
+
+
+def test_what_reads_a_workers_job_is_imported_once_for_each_job(serve, ask, tmp_path):
+    serve("colorsys", "reads_job")
+    first, second, other = (json.loads(ask(job=job)[0]) for job in "aab")
+    assert (first["job"], second["job"], other["job"]) == ("a", "a", "b")
+    assert first["loaded_by"] == second["loaded_by"] == first["parent"] and other["loaded_by"] == other["parent"]
+    assert first["parent"] != other["parent"] and first["mine"] == "of the one that asked"
+    assert first["path"] == ["a folder of the import's", str(tmp_path)]
+    until(lambda: not os.path.exists(f"/proc/{first['parent']}"))  # its job asks no more
+
+
+def test_a_nursery_that_ended_is_replaced(serve, ask):
+    serve("colorsys", "reads_job")
+    first = json.loads(ask()[0])["parent"]
+    os.kill(first, signal.SIGKILL)
+    until(lambda: not os.path.exists(f"/proc/{first}"))
+    second = json.loads(ask()[0])
+    assert second["job"] == "a" and second["parent"] != first
+
+
+def test_whoever_asks_and_goes_stops_nobody_else(serve, ask, tmp_path):
+    serve("colorsys", "reads_job")
+    ask()
+    for job in (b"", b"a", b"1234"):
+        with socket.socket(socket.AF_UNIX) as leaving:
+            leaving.connect(str(tmp_path / "socket"))
+            leaving.sendall(job)
+    assert json.loads(ask()[0])["job"] == "a"
+
+
+def test_where_a_jobs_imports_start_a_thread_workers_start_by_themselves(serve, ask):
+    serve("colorsys", "threaded")
+    said, status = ask(status=3)
+    assert "no warm process" in said and '"loaded": false' in said and status == 3
 
 
 def test_the_first_worker_of_a_cluster_waits_for_no_imports(serve, ask, tmp_path):
@@ -103,11 +163,7 @@ def test_where_the_warm_process_ends_while_it_is_asked_the_worker_says_so_and_st
     assert "no warm process" in said and '"loaded": false' in said and status == 3
 
 
-def test_a_process_whose_imports_start_threads_forks_nobody(serve, ask, tmp_path, monkeypatch):
-    (tmp_path / "threaded.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+def test_a_process_whose_imports_start_threads_forks_nobody(serve, ask):
     process = serve("threaded", ends=True)
     assert "1 threads" in process.communicate(timeout=LIMIT_S)[0] and process.returncode == 1
     assert "no warm process" in ask()[0]
