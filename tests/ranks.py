@@ -12,7 +12,6 @@ import itertools
 import multiprocessing as mp
 import os
 import shutil
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -72,28 +71,27 @@ def _serve(pipe: Connection, said: str) -> None:
         garbage.looked_for_after(name)
 
 
-MANY_MODULES = 100  # DeepSpeed, say: what they hold takes longer to look through than to set aside
+MANY_OBJECTS = 20_000  # as DeepSpeed imports, or keeps of its engines: to look through them each time takes longer
 
 
 class _Garbage:
     """Garbage of a rank's process, looked for among what came since it was last: imports stay, and are the most of it.
 
-    FSDP, DeepSpeed and the loading of a checkpoint look for garbage, too, through all that is not set aside.
+    FSDP, DeepSpeed and the loading of a checkpoint look for garbage, too, through all that is not set aside. To look
+    through what was set aside takes half a second, and a copy of all that the fork shared.
     """
 
     def __init__(self) -> None:
-        self.modules = len(sys.modules)
         self.alive = False  # whether what is set aside has an engine in it
 
     def looked_for_after(self, name: str) -> None:
-        """Set aside what a verb imported, if much, and whatever an engine that is closed has left."""
-        imported = len(sys.modules) > self.modules + MANY_MODULES
+        """Set aside what a test's function has left, if much, and whatever an engine that is closed has."""
         if name == "close" and self.alive:
             gc.unfreeze()
-        if name == "close" or imported:
+        if name == "close" or (name == "run" and len(gc.get_objects()) > MANY_OBJECTS):
             gc.collect()
             gc.freeze()
-            self.modules, self.alive = len(sys.modules), name != "close"
+            self.alive = name != "close"
 
 
 @dataclass(frozen=True)
