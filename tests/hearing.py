@@ -42,17 +42,19 @@ class TrainedEars(rlbench.nn.HuggingFaceFsdp2TrainModule, Qwen2AudioForCondition
         self.optimizer = self.strategy.create_optimizer(self, lr=1e-2, weight_decay=0.0)
 
 
-def build_processor() -> Qwen2AudioProcessor:
-    """The family's processor around the tiny tokenizer, with fewer mel bins."""
+def build_processor(window: int = 30) -> Qwen2AudioProcessor:
+    """The family's processor around the tiny tokenizer, with fewer mel bins and windows of so many seconds."""
     tokenizer = build_tokenizer(1024)
     tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
     tokenizer.chat_template = TEMPLATE
-    return Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=MELS), tokenizer, chat_template=TEMPLATE)
+    extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=window)
+    return Qwen2AudioProcessor(extractor, tokenizer, chat_template=TEMPLATE)
 
 
-def save_ears(folder: Path, seed: int = 1, wide: float = 0.02) -> str:
-    """A tiny model, with weights so wide that all of them count. Its windows are 30 s, which vLLM asks for."""
-    processor = build_processor()
+def save_ears(folder: Path, seed: int = 1, wide: float = 0.02, window: int = 30) -> str:
+    """A tiny model, with weights so wide that all of them count. Its windows are 30 s where vLLM runs it, which asks
+    for that; a forward computes on the whole window, however short the sound, so that others take a short one."""
+    processor = build_processor(window)
     words = processor.tokenizer
     config = Qwen2AudioConfig(
         text_config={
@@ -75,6 +77,7 @@ def save_ears(folder: Path, seed: int = 1, wide: float = 0.02) -> str:
             "encoder_layers": 1,
             "encoder_attention_heads": 2,
             "encoder_ffn_dim": 64,
+            "max_source_positions": window * RATE // HOP // 2,
         },
         audio_token_id=processor.audio_token_id,
         eos_token_id=words.eos_token_id,

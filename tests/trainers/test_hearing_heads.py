@@ -44,7 +44,7 @@ def scores_here(engine: Any, batch: Any) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ears(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_ears(tmp_path_factory.mktemp("ears"))
+    return save_ears(tmp_path_factory.mktemp("ears"), window=2)
 
 
 @pytest.fixture(scope="module")
