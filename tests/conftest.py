@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 
 from tests import garbage
+from tests.scheduling import TAKES_RANKS, pytest_xdist_make_scheduler  # noqa: F401  # a hook
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 """Whether this is one of several processes that share the tests."""
@@ -204,7 +205,7 @@ def excluded_marks(expression: str) -> set[str]:
 def file_marks(source: str) -> set[str]:
     """Return the marks that a file gives to all of its tests."""
     given = {mark for line in re.findall(r"^pytestmark = .*", source, re.M) for mark in re.findall(MARK, line)}
-    return given | ({"slow"} if re.search(r"^from tests\.ranks import", source, re.M) else set())
+    return given | ({"slow"} if TAKES_RANKS.search(source) else set())
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -10,7 +10,7 @@ import pytest
 
 from scripts import suite
 
-from . import conftest
+from . import conftest, scheduling
 
 TESTS = """
 import pathlib
@@ -151,6 +151,49 @@ def test_a_ctrl_c_that_came_too_late_fails_one_test_and_ends_no_phase(
     (project / "conftest.py").write_text(hook)
     suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=2)})
     assert "1 failed, 1 passed" in capfd.readouterr().out
+
+
+PROCESS = """
+import os
+import pathlib
+
+def test_notes_its_process(number):
+    pathlib.Path(f"{pathlib.Path(__file__).stem}-{number}").write_text(str(os.getpid()))
+"""
+NUMBERS = """
+import pytest
+from tests.scheduling import pytest_xdist_make_scheduler
+
+@pytest.fixture(params=range(4))
+def number(request): return request.param
+"""
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_takes_all_files_with_ranks(project: Path, repository: Path) -> None:
+    (project / "test_few.py").unlink()
+    (project / "pytest.ini").write_text(f"{CONFIG}testpaths = .\n")
+    (project / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(repository)!r})\n{NUMBERS}")
+    for name in ("one", "two", "three"):
+        (project / f"test_{name}.py").write_text(f'"""\nfrom tests.ranks import ranks\n"""\n{PROCESS}')
+    (project / "test_other.py").write_text(PROCESS)
+    assert suite.run_suite(["all"], root=project, phases={"all": suite.Phase("not broken", processes=2)}) == 0
+    taken = {name: {path.read_text() for path in project.glob(f"test_{name}-*")} for name in ("one", "two", "three")}
+    assert len(set.union(*taken.values())) == 1
+    assert {path.read_text() for path in project.glob("test_other-*")} != taken["one"]
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "group"),
+    [
+        ("tests/trainers/test_update.py", "from tests.ranks import ranks\n", "ranks"),
+        ("tests/workers/test_train_rank.py", "import os\nfrom tests.ranks import ranks\n", "ranks"),
+        ("tests/workers/test_replica_job.py", "import os\n", "replicas"),
+        ("tests/rl/test_kl.py", "    from tests.ranks import ranks\n", "tests/rl/test_kl.py"),
+    ],
+)
+def test_files_that_go_on_with_what_others_start_are_a_group(file: str, source: str, group: str) -> None:
+    assert scheduling.group_of(file, source) == group
 
 
 @pytest.mark.parametrize(
