@@ -391,7 +391,7 @@ def test_two_ranks_give_what_one_process_gives_on_all_sequences(
     qwen: str, engine: Ranks, own: dict[str, Any], shares: list[list[int]]
 ) -> None:
     given = experience()
-    results = engine.run(lambda: on_ranks(qwen, given, 2, shares, **own))
+    results = engine.run(lambda: on_ranks(qwen, given, 3, shares, **own))
     alone = {"policy": policy(qwen, **own), "value": value(qwen, mode=own["mode"])}
     for update in alone.values():
         seen = taken_at_the_step(update)
@@ -409,7 +409,7 @@ def test_two_ranks_give_what_one_process_gives_on_all_sequences(
 @pytest.mark.parametrize("args", [{"use_mp_opt": True}, {"adam_offload": True}, {"fsdp_cpu_offload": True}])
 def test_the_options_of_the_strategy_hold_for_updates_too(qwen: str, engine: Ranks, args: dict[str, Any]) -> None:
     given = experience()
-    found = engine.run(lambda: on_ranks(qwen, given, 2, [[0, 1, 2], [3, 4, 5, 6, 7]], args=args))
+    found = engine.run(lambda: on_ranks(qwen, given, 3, [[0, 1, 2], [3, 4, 5, 6, 7]], args=args))
     for name, update in {"actor": policy(qwen), "critic": value(qwen)}.items():
         expected = update.step(parts_of(given, 8))
         metrics, _, weights = found[0][name]
