@@ -29,7 +29,7 @@ SPLITS: list[tuple[int, dict[str, int], dict[str, Any]]] = [
     (2, {}, {"token_budget": 30}),
     (2, {}, {"token_budget": 45, "packing": False}),
     (2, {"sequence_parallel": 2}, {}),
-    (2, {"tensor_parallel": 2}, {"token_budget": 30}),
+    (2, {"tensor_parallel": 2}, {"token_budget": 60}),
 ]
 
 
