@@ -46,7 +46,6 @@ def _serve(pipe: Connection, said: str) -> None:
     from rlbench.workers.train.rank import TrainRank
 
     target: Any = None
-    garbage = _Garbage()
     while True:
         name, blob, stopping = pipe.recv()
         if name == "exit":
@@ -68,30 +67,22 @@ def _serve(pipe: Connection, said: str) -> None:
             context.set_current(None)
         if name == "close":  # groups in cycles keep a thread each that wakes a hundred times a second
             target = value = None
-        garbage.looked_for_after(name)
+        _look_for_garbage_after(name)
 
 
 MANY_OBJECTS = 20_000  # as DeepSpeed imports, or keeps of its engines: to look through them each time takes longer
 
 
-class _Garbage:
-    """Garbage of a rank's process, looked for among what came since it was last: imports stay, and are the most of it.
+def _look_for_garbage_after(name: str) -> None:
+    """Set aside what a closed engine has left, and what a test's function has, if much: imports, most of all.
 
-    FSDP, DeepSpeed and the loading of a checkpoint look for garbage, too, through all that is not set aside. To look
-    through what was set aside takes half a second, and a copy of all that the fork shared.
+    FSDP, DeepSpeed and the loading of a checkpoint look for garbage, too, through all that is not set aside. What is,
+    an engine also, stays to the end of the process: to look through it again takes half a second, and a copy of all
+    that the fork shared.
     """
-
-    def __init__(self) -> None:
-        self.alive = False  # whether what is set aside has an engine in it
-
-    def looked_for_after(self, name: str) -> None:
-        """Set aside what a test's function has left, if much, and whatever an engine that is closed has."""
-        if name == "close" and self.alive:
-            gc.unfreeze()
-        if name == "close" or (name == "run" and len(gc.get_objects()) > MANY_OBJECTS):
-            gc.collect()
-            gc.freeze()
-            self.alive = name != "close"
+    if name == "close" or (name == "run" and len(gc.get_objects()) > MANY_OBJECTS):
+        gc.collect()
+        gc.freeze()
 
 
 @dataclass(frozen=True)

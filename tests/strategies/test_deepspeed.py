@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,37 +87,63 @@ def made(s: Any, path: str, **own: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, cosine_schedule(optimizer, 10, 0.2)
 
 
+OWN = {"max_norm": 0.5, "train_batch_size": 4}
+SINGLE = [step[:1] for step in STEPS]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Three steps of a kind on rank 0, and the folder of the checkpoint after the second."""
+
+    folder: str
+    results: list[Any]
+    weights: dict[str, torch.Tensor]
+    lr: float
+
+
+@pytest.fixture(scope="module")
+def trained(engine: Ranks, qwen: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """Of a kind and a dtype: trained once, undisturbed."""
+    found: dict[str, Trained] = {}
+
+    def train_and_save(kind: dict[str, Any], bf16: bool, folder: str) -> Trained:
+        s = zero(kind, **OWN, bf16=bf16)
+        model, optimizer, scheduler = made(s, qwen)
+        results = run_steps(s, model, optimizer, SINGLE[:2], scheduler)
+        loss_states_of(model)["scaled"] = {"mean": torch.tensor(0.25)}
+        s.save_ckpt(model, folder, "two", client_state={"at": 2}, optimizer=optimizer, scheduler=scheduler)
+        results += run_steps(s, model, optimizer, SINGLE[2:], scheduler)
+        return Trained(folder, results, weights(s, model), optimizer.param_groups[0]["lr"])
+
+    def of(kind: dict[str, Any], bf16: bool = False) -> Trained:
+        name = f"{kind}, bf16={bf16}"
+        if name not in found:
+            found[name] = engine.run(train_and_save, kind, bf16, str(tmp_path_factory.mktemp("trained")))[0]
+        return found[name]
+
+    return of
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
-    engine: Ranks, qwen: str, kind: dict[str, Any], bf16: bool, tmp_path: Path
+    engine: Ranks, qwen: str, trained: Callable[..., Trained], kind: dict[str, Any], bf16: bool
 ) -> None:
-    folder, own = str(tmp_path), {"max_norm": 0.5, "bf16": bf16, "train_batch_size": 4}
-    steps = [step[:1] for step in STEPS]
-
-    def train_and_save() -> Any:
-        s = zero(kind, **own)
-        model, optimizer, scheduler = made(s, qwen)
-        run_steps(s, model, optimizer, steps[:2], scheduler)
-        loss_states_of(model)["scaled"] = {"mean": torch.tensor(0.25)}
-        s.save_ckpt(model, folder, "two", client_state={"at": 2}, optimizer=optimizer, scheduler=scheduler)
-        results = run_steps(s, model, optimizer, steps[2:], scheduler)
-        return weights(s, model), results, optimizer.param_groups[0]["lr"]
+    then = trained(kind, bf16)
 
     def load_and_train() -> Any:
-        s = zero(kind, **own)
+        s = zero(kind, **OWN, bf16=bf16)
         model, optimizer, scheduler = made(s, qwen)
         run_steps(s, model, optimizer, [[rows(4, 9)]], scheduler)  # another state, to be replaced
         s.backward(language_loss(model, share(rows(4, 8), s)), model, optimizer)  # must not be stepped with
-        _, client = s.load_ckpt(model, folder, optimizer, scheduler)
+        _, client = s.load_ckpt(model, then.folder, optimizer, scheduler)
         assert float(loss_states_of(model)["scaled"]["mean"]) == 0.25
-        results = run_steps(s, model, optimizer, steps[2:], scheduler)
+        results = run_steps(s, model, optimizer, SINGLE[2:], scheduler)
         return weights(s, model), results, optimizer.param_groups[0]["lr"], client
 
-    then, results, lr = engine.run(train_and_save)[0]
     now, again, rate, client = engine.run(load_and_train)[0]
-    assert (again, rate, client) == (results, lr, {"at": 2})
-    for name, tensor in then.items():
+    assert (again, rate, client) == (then.results[2:], then.lr, {"at": 2})
+    for name, tensor in then.weights.items():
         assert torch.equal(now[name], tensor), name
 
 
@@ -141,26 +169,27 @@ def test_a_checkpoint_goes_over_to_fsdp2_and_back(engine: Ranks, qwen: str, tmp_
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_gradients_that_are_forgotten_or_not_finite_leave_nothing(engine: Ranks, qwen: str, kind: Any) -> None:
-    def work(disturbed: bool) -> Any:
-        s = zero(kind, train_batch_size=4)
-        model, optimizer, _ = made(s, qwen)
-        results = run_steps(s, model, optimizer, [STEPS[0][:1]])
+def test_gradients_that_are_forgotten_or_not_finite_leave_nothing(
+    engine: Ranks, qwen: str, trained: Callable[..., Trained], kind: dict[str, Any]
+) -> None:
+    def work() -> Any:
+        s = zero(kind, **OWN)
+        model, optimizer, scheduler = made(s, qwen)
+        results = run_steps(s, model, optimizer, SINGLE[:1], scheduler)
         before = weights(s, model)
-        if disturbed:
-            loss = language_loss(model, share(rows(4, 7), s))
-            s.backward(loss, model, optimizer)
-            assert s.forget_gradients(model) and not s.forget_gradients(model)
-            s.backward(language_loss(model, share(rows(4, 7), s)) * float("inf"), model, optimizer)
-            skipped = s.step_now(optimizer, model)
-            assert not skipped["stepped"] and "not" not in str(skipped["grad_norm"]) and skipped["skipped"]
-            after = weights(s, model)
-            assert all(torch.equal(after[name], before[name]) for name in before)
-        return results + run_steps(s, model, optimizer, [STEPS[1][:1], STEPS[2][:1]]), weights(s, model)
+        loss = language_loss(model, share(rows(4, 7), s))
+        s.backward(loss, model, optimizer)
+        assert s.forget_gradients(model) and not s.forget_gradients(model)
+        s.backward(language_loss(model, share(rows(4, 7), s)) * float("inf"), model, optimizer)
+        skipped = s.step_now(optimizer, model)
+        assert not skipped["stepped"] and "not" not in str(skipped["grad_norm"]) and skipped["skipped"]
+        after = weights(s, model)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        return results + run_steps(s, model, optimizer, SINGLE[1:], scheduler), weights(s, model)
 
-    plain, disturbed = engine.run(work, False)[0], engine.run(work, True)[0]
-    assert disturbed[0] == plain[0]
-    assert all(torch.equal(disturbed[1][name], plain[1][name]) for name in plain[1])
+    plain, (results, found) = trained(kind), engine.run(work)[0]
+    assert results == plain.results
+    assert all(torch.equal(found[name], plain.weights[name]) for name in plain.weights)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
