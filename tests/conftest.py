@@ -10,7 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: engines in one proces
 
 NONE_OF = r"not \w+( and not \w+)*"
 MARK = r"pytest\.mark\.(\w+)"
+SHARED = pytest.StashKey[Any]()
+"""The shared session, where a test of this process asked for it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,11 +99,12 @@ def trained(qwen: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def shared_session(cluster: Any, tiny_path: Path) -> Iterator[Any]:
+def shared_session(request: pytest.FixtureRequest, cluster: Any, tiny_path: Path) -> Iterator[Any]:
     """What `session` is, made once."""
     import rlbench as rb
 
     made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7, undo=1)
+    request.session.stash[SHARED] = made
     yield made
     made.close()
 
@@ -115,10 +119,13 @@ def session(shared_session: Any) -> Any:
 def session_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     """Put the shared session back after each file that uses it: policy, optimizer, step and history.
 
-    Which files came before is a matter of timing where two processes share them.
+    Which files came before is a matter of timing where two processes share them. The first file behind all that use it
+    ends it: an idle session costs four percent of a core.
     """
-    mine = [item for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::")]
-    if not any("shared_session" in getattr(item, "fixturenames", ()) for item in mine):
+    users = users_from(request.node.path, request.session.items)
+    if not users and SHARED in request.session.stash:
+        request.session.stash[SHARED].close()
+    if request.node.path not in users:
         yield
         return
     from rlbench.session.state.healing import lost_engines
@@ -208,13 +215,33 @@ def file_marks(source: str) -> set[str]:
     return given | ({"slow"} if TAKES_RANKS.search(source) else set())
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark files that take ranks in processes of their own as `slow`, and tests that take the cluster as `engine`: the
-    quick tests start neither.
+def users_from(path: Path | None, items: Sequence[pytest.Item]) -> set[Path]:
+    """Return the files that use the shared session, from a file on in the order of the tests; None: of all."""
+    first = 0 if path is None else next(index for index, item in enumerate(items) if item.path == path)
+    return {item.path for item in items[first:] if "shared_session" in getattr(item, "fixturenames", ())}
 
-    Skip what is marked `gpu` where there is none, with the reason.
+
+def in_order_of_run(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests in the order in which several processes take their files: first those that use the shared
+    session, so that it can end soon, then by the number of their tests."""
+    users, counts = users_from(None, items), Counter(item.path for item in items)
+    return sorted(items, key=lambda item: (item.path not in users, -counts[item.path]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark tests before they are chosen by their marks; where several processes share them, put in order what is left.
+
+    Files that take ranks in processes of their own are `slow`, and tests that take the cluster are `engine`: the quick
+    tests start neither. What is marked `gpu` is skipped where there is none, with the reason.
     """
+    _mark(items)
+    yield
+    if WORKER:
+        items[:] = in_order_of_run(items)
+
+
+def _mark(items: list[pytest.Item]) -> None:
     from rlbench.setup.plan import has_nvidia_gpu
 
     for item in items:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -224,6 +224,20 @@ def test_a_mark_is_excluded_only_where_no_test_may_have_it(expression: str, excl
 )
 def test_the_marks_of_a_file_are_those_of_all_its_tests(source: str, marks: set[str]) -> None:
     assert conftest.file_marks(source) == marks
+
+
+def test_files_that_use_the_shared_session_come_first_and_the_first_behind_them_knows_it() -> None:
+    def tests(file: str, count: int, *fixtures: str) -> list[Any]:
+        return [SimpleNamespace(path=Path(file), fixturenames=fixtures) for _ in range(count)]
+
+    collected = [*tests("few", 2), *tests("users", 1), *tests("users", 2, "shared_session"), *tests("many", 4)]
+    collected += tests("other users", 4, "shared_session")
+    ordered = conftest.in_order_of_run(collected)
+    names = [item.path.name for item in ordered]
+    assert names == ["other users"] * 4 + ["users"] * 3 + ["many"] * 4 + ["few"] * 2
+    assert conftest.users_from(Path("users"), ordered) == {Path("users")}
+    assert conftest.users_from(Path("many"), ordered) == set()
+    assert conftest.users_from(Path("many"), collected) == {Path("other users")}
 
 
 def test_a_file_whose_marks_are_excluded_is_not_imported_unless_it_is_named(tmp_path: Path) -> None:
