@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -71,7 +72,7 @@ class Link:
             ray.get_runtime_context().get_node_id(), soft=False
         )
         monitor = (
-            ray.remote(pkgutil.resolve_name(MONITOR))
+            _actor_class(pkgutil.resolve_name(MONITOR))
             .options(
                 name=actor_name(name, "monitor"),
                 lifetime="detached",
@@ -321,15 +322,21 @@ def spawn_host(
     link: Link, engine: str, rank: int, target: str, args: tuple[Any, ...], env: dict[str, str], options: dict[str, Any]
 ) -> Any:
     """Start one worker actor of an engine, detached, with its two lanes. `options` are Ray's (placement)."""
-    import ray
-
     from rlbench.dispatch.host import Host
 
     name = actor_name(link.name, engine, rank)
-    host = ray.remote(concurrency_groups={"compute": 1, "control": 4})(Host)
+    host = _actor_class(Host, compute=1, control=4)
     return host.options(name=name, lifetime="detached", max_restarts=0, **options).remote(
         name, actor_name(link.name, "monitor"), env, target, args, cluster.current().id
     )
+
+
+@functools.cache
+def _actor_class(cls: type, **lanes: int) -> Any:
+    """Return Ray's actor class of a class, once: Ray disassembles each, and warns of one that it was told often."""
+    import ray
+
+    return ray.remote(concurrency_groups=lanes)(cls) if lanes else ray.remote(cls)
 
 
 def shm_prefix(session: str) -> str:

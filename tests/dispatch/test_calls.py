@@ -37,6 +37,13 @@ def actors(link):
     return hosts
 
 
+def described_classes():
+    """What the cluster was told of classes of actors."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    return [key for key in _internal_kv_list(b"", namespace=b"fun") if key.startswith(b"ActorClass")]
+
+
 def submit(link, actors, name, *args, finish=list, **options):
     labels = [f"rank {i}" for i in range(len(actors))]
     return link.submit("echo", labels, actors, name, [(args, {})] * len(actors), finish, **options)
@@ -48,6 +55,16 @@ def begun(pending, actors):
 
     polls = [actor.poll.remote(pending._call_id, 0) for actor in actors]
     return all(told.values.get("done", 0) > 0 for told in ray.get(polls))
+
+
+def test_a_further_worker_is_no_further_class_to_the_cluster(link, actors):
+    import ray
+
+    before = described_classes()
+    host = spawn_host(link, "one more", 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0})
+    ray.get(host.pid.remote())
+    assert before and described_classes() == before
+    ray.kill(host)
 
 
 def test_every_rank_gets_the_call_and_results_come_in_rank_order(link, actors):
