@@ -3,6 +3,7 @@ changed: in cells on the ranks (one and two), and in a script under `torchrun`. 
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import rlbench as rb
 from rlbench.tiny import tasks
+from tests.ranks import said_by_fork
 
 pytestmark = pytest.mark.engine
 
@@ -280,6 +282,15 @@ def torchrun(file: Path, ranks: int, *args: str, **environment: str) -> subproce
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
 
 
+def rank_alone() -> dict[str, str]:
+    """Return what torchrun says to the one rank of a script."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 @pytest.mark.curve
 @pytest.mark.parametrize("kind", [("--fsdp",), ("--zero_stage", "3")], ids=" ".join)
 def test_a_script_under_torchrun_uses_the_replicas_of_a_session(session, tmp_path, kind):
@@ -301,24 +312,25 @@ def test_a_script_under_torchrun_uses_the_replicas_of_a_session(session, tmp_pat
     assert before.samples == after.samples == 1
 
 
-def test_a_script_that_finds_no_session_is_told_how(session, tmp_path):
-    """One process asks for a session that does not run, goes on, and asks for one that nobody named."""
-    file = tmp_path / "train.py"
+def test_a_script_that_finds_no_session_is_told_how(session):
+    """One rank asks for a session that does not run, goes on, and asks for one that nobody named."""
     setup = 'strategy.setup_inference_engine(args, engine_type="vllm")'
     assert setup in SCRIPT
-    twice = f"""
-import os
-try:
-    {setup}
-except Exception as error:
-    print(error, file=sys.stderr, flush=True)
-else:
-    sys.exit("it found one")
-os.environ["RLBENCH_SESSION"] = ""
-{setup}"""
-    file.write_text(SCRIPT.replace(setup, twice))
-    args = ("--fsdp", "--no-bf16", "--pretrain", session.options.path)
-    done = torchrun(file, 1, *args, RLBENCH_SESSION="absent")
-    first, _, last = done.stderr.partition("Traceback")
+    before = SCRIPT.partition(setup)[0]
+    args = ["train.py", "--fsdp", "--no-bf16", "--pretrain", session.options.path]
+    said = said_by_fork(f"""
+import os, sys
+sys.argv = {args}
+os.environ.update({rank_alone()})
+{before}
+for named in ("absent", ""):
+    os.environ["RLBENCH_SESSION"] = named
+    try:
+        {setup}
+    except Exception as error:
+        print(error)
+    else:
+        sys.exit("it found one")
+""")
+    first, last = (line for line in said.splitlines() if "RLBENCH_SESSION" in line)
     assert "RLBENCH_SESSION=absent: no such session runs; there are" in first and "RLBENCH_SESSION=demo" in last
-    assert done.returncode != 0
