@@ -48,7 +48,7 @@ def loss_lab(
         `LossLab`: shows itself; `lab.table()`, `lab[name].step()`, `lab.sweep(name, field, values)`, `lab.what_if()`,
         `lab.on(rollouts)`. A loss that failed is in `.failed`, with its error.
     """
-    from rlbench.trainers.update.loss_state import has_state, with_state
+    from rlbench.trainers.update.stateful_loss import has_state, with_state
 
     options = PolicyOptions(token_budget, packing, aggregation, head=head)
     check_batch(batch, "loss_lab")

@@ -82,7 +82,7 @@ def ship(
     from rlbench.rl.preference import PreferenceLoss
     from rlbench.rl.reward import ScoreLoss
     from rlbench.rl.types import needs_of
-    from rlbench.trainers.update.loss_state import has_state
+    from rlbench.trainers.update.stateful_loss import has_state
 
     resolved = resolve(loss)
     name = loss if isinstance(loss, str) else getattr(resolved, "__name__", None) or repr(resolved)
@@ -262,7 +262,7 @@ def _try_update(loss: Loss, name: str, metrics: Mapping[str, Any]) -> None:
     import torch
 
     from rlbench.trainers.passes.metrics import own_name
-    from rlbench.trainers.update.loss_state import updated_state
+    from rlbench.trainers.update.stateful_loss import updated_state
 
     said = {
         own_name(key): float(torch.as_tensor(value).float().nanmean().nan_to_num()) for key, value in metrics.items()

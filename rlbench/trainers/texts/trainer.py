@@ -28,9 +28,9 @@ from rlbench.trainers.options.text_config import TextOptions
 from rlbench.trainers.passes.balancing import check_balanced
 from rlbench.trainers.texts.held_out import metrics_of
 from rlbench.trainers.texts.state import TextCheckpoints
-from rlbench.trainers.update.loss_state import with_state
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.trainers.update.policy_step import PolicyStep
+from rlbench.trainers.update.stateful_loss import with_state
 
 Metrics = dict[str, Any]
 

@@ -33,9 +33,10 @@ from rlbench.trainers.passes.sharing import own_slices
 from rlbench.trainers.passes.step_plan import Slice, tokens_of_loss
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
 from rlbench.trainers.update.gradient_step import GradientStep, Pass
-from rlbench.trainers.update.loss_state import Due, LossStates, has_state
+from rlbench.trainers.update.loss_state import Due, LossStates
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.trainers.update.policy_pass import PolicyPass, Stats
+from rlbench.trainers.update.stateful_loss import has_state
 
 Report = Callable[..., None]
 
