@@ -146,6 +146,7 @@ class Lab:
             f"--LabApp.workspaces_dir={self.home / 'workspaces'}",
             "--LabApp.expose_app_in_browser=True",
             "--LabApp.news_url=",
+            "--LanguageServerManager.autodetect=False",  # else npm is asked where it would have put some
             # a run that is killed leaves no server behind for ever
             "--ServerApp.shutdown_no_activity_timeout=900",
             "--MappingKernelManager.cull_idle_timeout=900",
