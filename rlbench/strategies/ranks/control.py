@@ -128,11 +128,10 @@ class ControlGroup:
 
     def raise_together(self, doing: str, failure: Exception | None) -> None:
         """Share the failures of `doing`; collective. Raise the rank's own failure, else one that names another's."""
+        if self.vote(Verdict.GO if failure is None else Verdict.FAILED) is Verdict.GO:
+            return  # as a rule: what would be said is gathered, which takes far longer, where there is some
         texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
-        if not failed:
-            return
-        rank, text = failed[0]
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
         if failure is None:
             failure = peer_failed(
                 f"{doing} failed on rank {rank} ({text}); this rank stopped with it and stays usable."
@@ -190,4 +189,4 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._control.gather(None)
+        self._control.vote(Verdict.GO)
