@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: engines in one proces
 
 NONE_OF = r"not \w+( and not \w+)*"
 MARK = r"pytest\.mark\.(\w+)"
-SHARED = pytest.StashKey[Any]()
-"""The shared session, where a test of this process asked for it."""
+ENDS = pytest.StashKey[dict[str, Callable[[], None]]]()
+"""How the cluster and the shared session end, by the fixture, where a test of this process asked for them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,17 +58,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    """Our own Ray cluster with four device slots; ended, with everything on it, after the last test."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Our own Ray cluster with four device slots; ended, with everything on it, behind the last test that uses it."""
     import rlbench as rb
     from rlbench.runtime import cluster as clusters
     from rlbench.runtime import registry
 
-    yield rb.init(devices=4)
-    record = registry.read_cluster()
-    rb.shutdown()
-    if record is not None and clusters.guard_alive(record):
-        clusters.stop_cluster(record)
+    def end() -> None:
+        record = registry.read_cluster()
+        rb.shutdown()
+        if record is not None and clusters.guard_alive(record):
+            clusters.stop_cluster(record)
+
+    made = rb.init(devices=4)
+    request.session.stash.setdefault(ENDS, {})["cluster"] = end
+    yield made
+    end()
     shutil.rmtree(_STATE, ignore_errors=True)
 
 
@@ -104,7 +109,7 @@ def shared_session(request: pytest.FixtureRequest, cluster: Any, tiny_path: Path
     import rlbench as rb
 
     made = rb.Session("tiny", name="shared", train={"lr": 1e-5, "shards": 2}, reference=True, seed=7, undo=1)
-    request.session.stash[SHARED] = made
+    request.session.stash.setdefault(ENDS, {})["shared_session"] = made.close
     yield made
     made.close()
 
@@ -120,12 +125,14 @@ def session_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     """Put the shared session back after each file that uses it: policy, optimizer, step and history.
 
     Which files came before is a matter of timing where two processes share them. The first file behind all that use it
-    ends it: an idle session costs four percent of a core.
+    ends it, and the first behind those of the cluster that: idle they cost four percent of a core, and one.
     """
-    users = users_from(request.node.path, request.session.items)
-    if not users and SHARED in request.session.stash:
-        request.session.stash[SHARED].close()
-    if request.node.path not in users:
+    path, ends = request.node.path, request.session.stash.get(ENDS, {})
+    users = {name: users_from(path, request.session.items, name) for name in ("shared_session", "cluster")}
+    for name, files in users.items():
+        if not files and name in ends:
+            ends.pop(name)()
+    if path not in users["shared_session"]:
         yield
         return
     from rlbench.session.state.healing import lost_engines
@@ -215,17 +222,20 @@ def file_marks(source: str) -> set[str]:
     return given | ({"slow"} if TAKES_RANKS.search(source) else set())
 
 
-def users_from(path: Path | None, items: Sequence[pytest.Item]) -> set[Path]:
-    """Return the files that use the shared session, from a file on in the order of the tests; None: of all."""
+def users_from(path: Path | None, items: Sequence[pytest.Item], fixture: str) -> set[Path]:
+    """Return the files that use a fixture, from a file on in the order of the tests; None: of all."""
     first = 0 if path is None else next(index for index, item in enumerate(items) if item.path == path)
-    return {item.path for item in items[first:] if "shared_session" in getattr(item, "fixturenames", ())}
+    return {item.path for item in items[first:] if fixture in getattr(item, "fixturenames", ())}
 
 
 def in_order_of_run(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the tests in the order in which several processes take their files: first those that use the shared
-    session, so that it can end soon, then by the number of their tests."""
-    users, counts = users_from(None, items), Counter(item.path for item in items)
-    return sorted(items, key=lambda item: (item.path not in users, -counts[item.path]))
+    session, then others that use the cluster, so that both can end soon; by the number of their tests."""
+    of_session, of_cluster = (users_from(None, items, fixture) for fixture in ("shared_session", "cluster"))
+    counts = Counter(item.path for item in items)
+    return sorted(
+        items, key=lambda item: (item.path not in of_session, item.path not in of_cluster, -counts[item.path])
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -226,18 +226,23 @@ def test_the_marks_of_a_file_are_those_of_all_its_tests(source: str, marks: set[
     assert conftest.file_marks(source) == marks
 
 
-def test_files_that_use_the_shared_session_come_first_and_the_first_behind_them_knows_it() -> None:
+def test_files_that_use_the_session_and_the_cluster_come_first_and_those_behind_them_know_it() -> None:
     def tests(file: str, count: int, *fixtures: str) -> list[Any]:
         return [SimpleNamespace(path=Path(file), fixturenames=fixtures) for _ in range(count)]
 
-    collected = [*tests("few", 2), *tests("users", 1), *tests("users", 2, "shared_session"), *tests("many", 4)]
-    collected += tests("other users", 4, "shared_session")
+    session = ("shared_session", "cluster")
+    collected = [*tests("few", 2), *tests("users", 1), *tests("users", 2, *session), *tests("many", 4)]
+    collected += [*tests("engines", 1, "cluster"), *tests("other users", 4, *session)]
     ordered = conftest.in_order_of_run(collected)
     names = [item.path.name for item in ordered]
-    assert names == ["other users"] * 4 + ["users"] * 3 + ["many"] * 4 + ["few"] * 2
-    assert conftest.users_from(Path("users"), ordered) == {Path("users")}
-    assert conftest.users_from(Path("many"), ordered) == set()
-    assert conftest.users_from(Path("many"), collected) == {Path("other users")}
+    assert names == ["other users"] * 4 + ["users"] * 3 + ["engines"] + ["many"] * 4 + ["few"] * 2
+    users = {Path("users"), Path("other users")}
+    assert conftest.users_from(None, ordered, "shared_session") == users
+    assert conftest.users_from(Path("users"), ordered, "shared_session") == {Path("users")}
+    assert not conftest.users_from(Path("engines"), ordered, "shared_session")
+    assert conftest.users_from(Path("engines"), ordered, "cluster") == {Path("engines")}
+    assert not conftest.users_from(Path("many"), ordered, "cluster")
+    assert conftest.users_from(Path("many"), collected, "shared_session") == {Path("other users")}
 
 
 def test_a_file_whose_marks_are_excluded_is_not_imported_unless_it_is_named(tmp_path: Path) -> None:
