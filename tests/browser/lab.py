@@ -15,7 +15,8 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -46,9 +47,11 @@ LOOK_MS = 50
 """Between two looks at a page that loads: playwright's own come with each frame, which keeps the page drawing."""
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 
-# The page's notebook as `panel`, its cells as `cells`: what all snippets below start with.
+# The page's notebook (the one in front) as `panel`, its cells as `cells`: what all snippets below start with.
 PANEL = """
-const panel = [...window.jupyterapp?.shell?.widgets('main') ?? []].find(w => w.content?.widgets && w.sessionContext);
+const shown = window.jupyterapp?.shell;
+const panel = [shown?.currentWidget, ...shown?.widgets('main') ?? []]
+    .find(widget => widget?.content?.widgets && widget.sessionContext);
 const cells = panel?.content.widgets ?? [];
 """
 # not awaited: the promise ends with the cell
@@ -97,11 +100,7 @@ class Notebook:
         self.lab, self.name, self.errors = lab, name or f"nb-{secrets.token_hex(3)}", list[str]()
         self.path = lab.root / f"{self.name}.ipynb"
         made = notebook or nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c.strip("\n")) for c in cells])
-        if not start_kernel:  # JupyterLab asks where none fits by name or language, and is told "No Kernel"
-            kernel = "not-installed"
-            made.metadata.pop("language_info", None)
-        made.metadata["kernelspec"] = {"name": kernel, "display_name": kernel, "language": "python"}
-        nbformat.write(made, self.path)
+        _write(made, self.path, kernel if start_kernel else None)
         self._context = browser.new_context(viewport={"width": 1280, "height": 900})
         self.page: Page = self._context.new_page()
         self.page.set_default_timeout(1000 * LIMIT_S)
@@ -205,7 +204,8 @@ class Notebook:
     def cell(self, index: int) -> Locator:
         """A cell's output area, to look for elements in it: `notebook.cell(2).get_by_role("button")`."""
         self._js("cells[index].node.scrollIntoView({block: 'nearest'});", index=index)
-        return self.page.locator(f".jp-Notebook .jp-Cell[data-windowed-list-index='{index}'] .jp-Cell-outputWrapper")
+        in_front = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+        return self.page.locator(f"{in_front} .jp-Cell[data-windowed-list-index='{index}'] .jp-Cell-outputWrapper")
 
     def wait_text(self, index: int, text: str | re.Pattern[str], timeout: float = LIMIT_S) -> str:
         """Wait until a cell's output holds `text` (or a match of it); returns the whole output.
@@ -288,6 +288,20 @@ class Notebook:
         self.save()
         self._go("")
 
+    @contextmanager
+    def reading(self, saved: nbformat.NotebookNode) -> Iterator[None]:
+        """Have a saved notebook in front, in this page and without a kernel, as its reader sees it: cells are its."""
+        path = self.lab.root / f"saved-{secrets.token_hex(3)}.ipynb"
+        _write(saved, path, None)
+        self._js("window.jupyterapp.commands.execute('docmanager:open', {path});", path=path.name)
+        self.page.locator(".jp-Dialog button", has_text="No Kernel").click()
+        shown = f"() => {{ {PANEL} return panel.context.path === {path.name!r} && cells.length > 0; }}"
+        self.page.wait_for_function(shown, polling=LOOK_MS)
+        try:
+            yield
+        finally:
+            self._js("panel.dispose();")
+
     def theme(self, name: str) -> None:
         """Switch to the "light" or "dark" theme; the server keeps it, also for pages opened later."""
         wanted = THEMES[name]
@@ -366,3 +380,12 @@ class Notebook:
         if message.type == "error":
             where = message.location
             self.errors.append(f"console: {message.text} ({where.get('url')}:{where.get('lineNumber')})")
+
+
+def _write(notebook: nbformat.NotebookNode, path: Path, kernel: str | None) -> None:
+    """Write a notebook of a kernel; of None JupyterLab asks, where none fits by name or language, which to start."""
+    name = kernel or "not-installed"
+    if kernel is None:
+        notebook.metadata.pop("language_info", None)
+    notebook.metadata["kernelspec"] = {"name": name, "display_name": name, "language": "python"}
+    nbformat.write(notebook, path)

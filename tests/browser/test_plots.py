@@ -73,7 +73,7 @@ def test_a_plot_that_is_drawn_out_of_view_is_whole_when_it_comes_into_view(open_
     assert notebook.cell(2).locator(".jp-RenderedPlotly path.js-line").count() >= 1
 
 
-def test_a_saved_plot_is_small_and_shows_again_without_a_kernel(open_cells, open_notebook):
+def test_a_saved_plot_is_small_and_shows_again_without_a_kernel(open_cells):
     notebook = open_cells(PLOT)
     notebook.cell(1).locator(PLOTLY).first.wait_for()
     has_picture = "return cells[1].model.outputs.toJSON().some(output => output.data?.['image/png']);"
@@ -87,12 +87,12 @@ def test_a_saved_plot_is_small_and_shows_again_without_a_kernel(open_cells, open
     del plain.outputs[0].data["application/vnd.plotly.v1+json"]
     plain.outputs[0].data.pop("image/png", None)
     saved.cells.append(plain)
-    later = open_notebook(notebook=saved, start_kernel=False)
-    later.cell(1).locator(".jp-RenderedPlotly").first.wait_for()
-    drawing = later.cell(2).locator(".rlb img")  # what a front end without plotly shows of a notebook it does not trust
-    drawing.wait_for()
-    assert drawing.evaluate("image => image.complete && image.naturalWidth") == 680
-    assert "lr <b>1e-5</b>" in drawing.get_attribute("alt") and "moving average" in later.output(2)
+    with notebook.reading(saved):
+        notebook.cell(1).locator(".jp-RenderedPlotly").first.wait_for()
+        drawing = notebook.cell(2).locator(".rlb img")  # of a front end without plotly, where it does not trust
+        drawing.wait_for()
+        assert drawing.evaluate("image => image.complete && image.naturalWidth") == 680
+        assert "lr <b>1e-5</b>" in drawing.get_attribute("alt") and "moving average" in notebook.output(2)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

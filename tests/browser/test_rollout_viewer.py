@@ -317,15 +317,16 @@ def test_a_reload_shows_it_again_and_it_still_answers(open_viewer):
     wait_rows(notebook, lambda seen: seen and "✓" not in "".join(seen))
 
 
-def test_a_saved_notebook_without_a_kernel_shows_the_static_view(open_viewer, open_notebook):
-    saved = open_viewer().save()
+def test_a_saved_notebook_without_a_kernel_shows_the_static_view(open_viewer):
+    notebook = open_viewer()
+    saved = notebook.save()
     grown = len(str(saved.cells[1].outputs))
     assert grown < 200_000, grown
     saved.metadata = {}  # by the language alone JupyterLab would find it a kernel
-    reader = open_notebook(notebook=saved, start_kernel=False)
-    text = reader.output(1)
-    assert "16 rollouts · 4 prompts × 4" in text and "2/4 right · spread 0.50" in text and "✓ +1.00" in text
-    assert reader.cell(1).locator("table td span").count() > 10
+    with notebook.reading(saved):
+        text = notebook.wait_text(1, "16 rollouts · 4 prompts × 4")
+        assert "2/4 right · spread 0.50" in text and "✓ +1.00" in text
+        assert notebook.cell(1).locator("table td span").count() > 10
 
 
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
