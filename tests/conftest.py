@@ -10,8 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,12 @@ import hypothesis
 import pytest
 
 from tests import garbage
-from tests.scheduling import TAKES_RANKS, pytest_xdist_make_scheduler  # noqa: F401  # a hook
+from tests.scheduling import (
+    TAKES_RANKS,
+    in_order_of_run,
+    pytest_xdist_make_scheduler,  # noqa: F401  # a hook
+    users_from,
+)
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 """Whether this is one of several processes that share the tests."""
@@ -222,24 +226,8 @@ def file_marks(source: str) -> set[str]:
     return given | ({"slow"} if TAKES_RANKS.search(source) else set())
 
 
-def users_from(path: Path | None, items: Sequence[pytest.Item], fixture: str) -> set[Path]:
-    """Return the files that use a fixture, from a file on in the order of the tests; None: of all."""
-    first = 0 if path is None else next(index for index, item in enumerate(items) if item.path == path)
-    return {item.path for item in items[first:] if fixture in getattr(item, "fixturenames", ())}
-
-
-def in_order_of_run(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests in the order in which several processes take their files: first those that use the shared
-    session, then others that use the cluster, so that both can end soon; by the number of their tests."""
-    of_session, of_cluster = (users_from(None, items, fixture) for fixture in ("shared_session", "cluster"))
-    counts = Counter(item.path for item in items)
-    return sorted(
-        items, key=lambda item: (item.path not in of_session, item.path not in of_cluster, -counts[item.path])
-    )
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark tests before they are chosen by their marks; where several processes share them, put in order what is left.
 
     Files that take ranks in processes of their own are `slow`, and tests that take the cluster are `engine`: the quick
@@ -248,7 +236,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     _mark(items)
     yield
     if WORKER:
-        items[:] = in_order_of_run(items)
+        items[:] = in_order_of_run(items, config.rootpath)
 
 
 def _mark(items: list[pytest.Item]) -> None:

@@ -226,23 +226,32 @@ def test_the_marks_of_a_file_are_those_of_all_its_tests(source: str, marks: set[
     assert conftest.file_marks(source) == marks
 
 
-def test_files_that_use_the_session_and_the_cluster_come_first_and_those_behind_them_know_it() -> None:
-    def tests(file: str, count: int, *fixtures: str) -> list[Any]:
-        return [SimpleNamespace(path=Path(file), fixturenames=fixtures) for _ in range(count)]
+def test_groups_come_first_then_files_that_use_the_session_and_the_cluster_and_those_behind_know_it(
+    tmp_path: Path,
+) -> None:
+    def tests(file: str, count: int, *fixtures: str, source: str = "") -> list[Any]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(source)
+        return [SimpleNamespace(path=tmp_path / file, fixturenames=fixtures) for _ in range(count)]
 
     session = ("shared_session", "cluster")
     collected = [*tests("few", 2), *tests("users", 1), *tests("users", 2, *session), *tests("many", 4)]
     collected += [*tests("engines", 1, "cluster"), *tests("other users", 4, *session)]
-    ordered = conftest.in_order_of_run(collected)
+    collected += [*tests("tests/workers/replica", 1), *tests("ranks", 1, source="from tests.ranks import ranks\n")]
+    ordered = scheduling.in_order_of_run(collected, tmp_path)
     names = [item.path.name for item in ordered]
-    assert names == ["other users"] * 4 + ["users"] * 3 + ["engines"] + ["many"] * 4 + ["few"] * 2
-    users = {Path("users"), Path("other users")}
-    assert conftest.users_from(None, ordered, "shared_session") == users
-    assert conftest.users_from(Path("users"), ordered, "shared_session") == {Path("users")}
-    assert not conftest.users_from(Path("engines"), ordered, "shared_session")
-    assert conftest.users_from(Path("engines"), ordered, "cluster") == {Path("engines")}
-    assert not conftest.users_from(Path("many"), ordered, "cluster")
-    assert conftest.users_from(Path("many"), collected, "shared_session") == {Path("other users")}
+    assert names[:2] == ["ranks", "replica"]
+    assert names[2:] == ["other users"] * 4 + ["users"] * 3 + ["engines"] + ["many"] * 4 + ["few"] * 2
+
+    def users(of: str, file: str | None, items: list[Any]) -> set[str]:
+        return {path.name for path in scheduling.users_from(file and tmp_path / file, items, of)}
+
+    assert users("shared_session", None, ordered) == {"users", "other users"}
+    assert users("shared_session", "users", ordered) == {"users"}
+    assert not users("shared_session", "engines", ordered)
+    assert users("cluster", "engines", ordered) == {"engines"}
+    assert not users("cluster", "many", ordered)
+    assert users("shared_session", "many", collected) == {"other users"}
 
 
 def test_a_file_whose_marks_are_excluded_is_not_imported_unless_it_is_named(tmp_path: Path) -> None:
