@@ -14,7 +14,8 @@ from rlbench.session.planning.uses import RANK
 from rlbench.trainers.models.policy_spec import PolicySpec
 from tests.ranks import ranks
 
-TOKENS, LENGTH = 1024, 128
+TOKENS, LENGTH = 256, 128
+"""Of a micro-batch and of its sequences: two of them pack, and a host computes few."""
 HELD = ("weights", "gradients", "optimizer")
 BEGIN = """
 from rlbench.strategies.memory.live import LiveMemory

@@ -24,8 +24,10 @@ from rlbench.trainers.models.value_model import make_critic
 from rlbench.trainers.ppo.building import strategy_of
 from rlbench.trainers.update.value_update import ValueUpdate
 from tests.ranks import ranks
-from tests.session.planning.measuring import HELD, LENGTH, TOKENS
+from tests.session.planning.measuring import HELD, LENGTH
 
+TOKENS = 1024
+"""Of a micro-batch: enough that what scoring takes is not mostly the units that two ranks gather."""
 OF_POLICIES = ("gradient_checkpointing", "dtype", "lora")
 
 

@@ -9,8 +9,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 import rlbench as rb
 from rlbench.tiny.cache import ensure
-from tests.session.planning.measuring import LENGTH, TOKENS
-from tests.session.planning.measuring_beside import by_owner, critic_step, measured, planned, scoring
+from tests.session.planning.measuring import LENGTH
+from tests.session.planning.measuring_beside import TOKENS, by_owner, critic_step, measured, planned, scoring
 from tests.session.planning.test_measured import ONE_MILLION
 
 pytestmark = pytest.mark.slow
