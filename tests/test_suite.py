@@ -38,8 +38,11 @@ PHASES = {
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """Folder with four tests, two of which pass only when they run again."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder with four tests, two of which pass only when they run again, for a pytest with no plugin but xdist: to
+    import the others takes longer than to run the tests."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     (tmp_path / "pytest.ini").write_text(CONFIG)
     (tmp_path / "test_few.py").write_text(TESTS)
     return tmp_path
