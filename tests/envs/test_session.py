@@ -169,14 +169,16 @@ class Together(Env):
     """Waits until as many samples as there are to be are in this very step."""
 
     count = 0
+    whole = asyncio.Event()
 
     def __init__(self, wanted):
         self.wanted = wanted
 
     async def step(self, turn):
         type(self).count += 1
-        while type(self).count < self.wanted:
-            await asyncio.sleep(0.02)
+        if type(self).count == self.wanted:
+            self.whole.set()
+        await self.whole.wait()
         return Step(reward=1.0, done=True)
 
 

@@ -18,7 +18,8 @@ from tests.rewards.math_pairs import EQUAL, UNEQUAL
 from tests.rewards.values import answers, nothing_left, one
 
 pytestmark = pytest.mark.slow
-
+SOON_S = 0.5
+"""Of CPU time, all of which what never ends takes: a hundred times what comparing two numbers does."""
 CASES = [
     ("1/2", r"so \boxed{0.5}", 1),
     ("1/2", r"so \boxed{\frac{2}{4}}", 1),
@@ -71,7 +72,7 @@ def test_expressions_that_would_take_for_ever_are_wrong_in_bounded_time():
     hostile = [r"$10^{10^{10^{10}}}$", r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{(1000000)!!!}", "\\boxed{" * 2000]
     value = answers(r"\boxed{7}", *hostile, r"\boxed{7.0}")
     with nothing_left():
-        scored = value.score(math(timeout_s=1, memory_gib=1))
+        scored = value.score(math(timeout_s=SOON_S, memory_gib=1))
     assert scored.rewards.tolist() == [1, 0, 0, 0, 0, 1]
     assert scored.components["math/timeout"][1] == 1 and scored.components["math/timeout"][[0, 5]].tolist() == [0, 0]
 
@@ -150,7 +151,7 @@ ENDLESS = r"$10^{10^{10^{10}}}$"
 
 def test_a_label_that_cannot_be_computed_is_an_error_and_no_zero():
     value = written([Prompt("q", ENDLESS), Prompt("q", "7")], [["7", "8"], ["7", ENDLESS]])
-    scored = value.score(math(timeout_s=1), on_error="keep")
+    scored = value.score(math(timeout_s=SOON_S), on_error="keep")
     np.testing.assert_array_equal(scored.rewards, [np.nan, np.nan, 1, 0])
     assert scored.components["math/timeout"][3] == 1
     for error in scored.reward_errors:

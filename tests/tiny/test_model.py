@@ -111,10 +111,12 @@ def test_a_failed_or_interrupted_build_leaves_no_folder(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tiny.ensure(cache_dir=tmp_path, on_progress=interrupt)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    monkeypatch.setattr(cache, "TEXT_RECIPE", ("warmup.py",))
-    monkeypatch.setattr(cache, "NAMES", ("broken",))
-    with pytest.raises(BuildError, match="KeyError"):
-        tiny.ensure("broken", cache_dir=tmp_path)
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho \"KeyError: '$3'\" >&2\nexit 3\n")
+    failing.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(failing))
+    with pytest.raises(BuildError, match=r"(?s)'tiny' failed with status 3.*KeyError: 'tiny'"):
+        tiny.ensure(cache_dir=tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
