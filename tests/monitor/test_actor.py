@@ -10,47 +10,43 @@ from pathlib import Path
 import pytest
 
 from rlbench.dispatch import link as links
-from rlbench.dispatch.link import Link, shm_prefix, spawn_host
+from rlbench.dispatch.link import Link, shm_prefix
 from rlbench.errors import SessionError, Stopped
 from rlbench.monitor import client
 from rlbench.runtime import processes, registry
 from tests.clock import LIMIT_S, until
+from tests.echo_engine import echo, submit
 
 pytestmark = pytest.mark.engine
 
 
-def echo(link, engine="echo", **options):
-    """One worker in the session; returns its actor and pid."""
-    import ray
-
-    host = spawn_host(link, engine, 0, "tests.targets:EchoTarget", (0,), {}, {"num_cpus": 0} | options)
-    pid = ray.get(host.pid.remote())
-    name = f"rlbench/{link.name}/{engine}/0"
-    link.engine(engine, {"kind": "train", "actors": [name], "pids": {name: pid}})
-    return host, pid
-
-
-def submit(link, host, name, *args, **options):
-    return link.submit("echo", ["rank 0"], [host], name, [(args, {})], lambda values: values[0], **options)
-
-
 @pytest.fixture
-def link(cluster, request):
-    made = Link.create(f"monitor-{abs(hash(request.node.name)) % 10**8}")
+def link(cluster):
+    """A session of a test's own, whose worker dies or whose driver is replaced."""
+    made = Link.create("monitor-own")
     yield made
     made.close()
 
 
-def test_rollouts_from_many_threads_have_numbers_of_their_own(link):
+@pytest.fixture(scope="module")
+def shared(cluster):
+    """A session and its one worker, which tests leave alive, and driven from here."""
+    made = Link.create("monitor-shared")
+    yield made, echo(made)[0]
+    made.close()
+
+
+def test_rollouts_from_many_threads_have_numbers_of_their_own(shared):
     from concurrent.futures import ThreadPoolExecutor
 
+    link, _ = shared
     with ThreadPoolExecutor(16) as pool:
         numbers = list(pool.map(lambda _: link.next_rollout(), range(64)))
     assert sorted(numbers) == list(range(1, 65)) and link.state("rollouts")["rollouts"] == 64
 
 
-def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(link):
-    host, _ = echo(link)
+def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(shared):
+    link, host = shared
     link.set(step=5, version=4)
     link.apply({"do": "record", "record": {"step": 5, "reward": 0.5}})
     before = link.state()
@@ -65,7 +61,8 @@ def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(link)
     assert registry.read_json(registry.session_file(link.name))["pid"] == after["pid"]
 
 
-def test_a_monitor_that_lives_and_does_not_answer_is_named_and_asked_again(link, monkeypatch):
+def test_a_monitor_that_lives_and_does_not_answer_is_named_and_asked_again(shared, monkeypatch):
+    link, _ = shared
     link.set(step=3)
     monitor = link.state()["pid"]
     os.kill(monitor, signal.SIGSTOP)
@@ -79,9 +76,10 @@ def test_a_monitor_that_lives_and_does_not_answer_is_named_and_asked_again(link,
     assert link.state()["step"] == 3
 
 
-def test_an_event_it_cannot_apply_is_refused_and_does_not_spoil_its_journal(link):
+def test_an_event_it_cannot_apply_is_refused_and_does_not_spoil_its_journal(shared):
     import ray
 
+    link, _ = shared
     link.set(step=1)
     with pytest.raises(ray.exceptions.RayTaskError, match="unknown event"):
         link.apply({"do": "dance"})
@@ -106,8 +104,8 @@ def test_samples_hold_the_resident_memory_of_the_workers_that_live(link):
     until(lambda: any(s["time"] > now + 0.5 and name not in s["resident"] for s in link.samples(now)))
 
 
-def test_a_running_call_shows_until_it_ends(link):
-    host, _ = echo(link)
+def test_a_running_call_shows_until_it_ends(shared):
+    link, host = shared
     pending = submit(link, host, "slowly", 30.0, what="rollout 8", track=True)
     until(lambda: list(link.state()["running"].values()) == ["rollout 8"])
     assert link.stop_running() == ["rollout 8"]
@@ -135,10 +133,10 @@ def test_a_call_the_worker_refused_no_longer_runs(link):
     taken.close()
 
 
-def test_after_a_control_verb_the_driver_goes_on_under_a_new_epoch(link):
+def test_after_a_control_verb_the_driver_goes_on_under_a_new_epoch(shared):
     import ray
 
-    host, _ = echo(link)
+    link, host = shared
     before = link.epoch
     ray.get(host.adopt.remote(before + 1))  # what a control verb's epoch does to the workers
     first, second = (submit(link, host, "shout", word, track=True) for word in ("go", "on"))
@@ -148,10 +146,10 @@ def test_after_a_control_verb_the_driver_goes_on_under_a_new_epoch(link):
     until(lambda: not link.state()["running"])
 
 
-def test_a_call_sent_meanwhile_waits_for_the_control_verb(link, monkeypatch):
+def test_a_call_sent_meanwhile_waits_for_the_control_verb(shared, monkeypatch):
     import ray
 
-    host, _ = echo(link)
+    link, host = shared
     renew, asked = link._renew, []
 
     def later(stale):
@@ -165,10 +163,10 @@ def test_a_call_sent_meanwhile_waits_for_the_control_verb(link, monkeypatch):
     assert pending.result() == "AT LAST" and len(asked) == 3
 
 
-def test_a_call_that_waits_for_a_control_verb_can_be_stopped(link, monkeypatch):
+def test_a_call_that_waits_for_a_control_verb_can_be_stopped(shared, monkeypatch):
     import ray
 
-    host, _ = echo(link)
+    link, host = shared
     monkeypatch.setattr(link, "_renew", lambda stale: False)
     ray.get(host.adopt.remote(link.epoch + 1))
     pending = submit(link, host, "shout", "never")

@@ -241,16 +241,17 @@ def test_a_monitor_that_is_gone_is_an_error_of_its_own(record):
 # -- a monitor's own
 
 
-@pytest.fixture
-def link(cluster, request):
-    made = Link.create(f"endpoint-{abs(hash(request.node.name)) % 10**8}")
-    yield made
+@pytest.fixture(scope="module")
+def worker(cluster):
+    """A session with one echoing worker: its link, the worker's actor and pid."""
+    made = Link.create("endpoint")
+    yield made, *echo(made)
     made.close()
 
 
 @pytest.mark.engine
-def test_the_sessions_file_says_where_it_is_and_is_ours_alone(link):
-    _, pid = echo(link)
+def test_the_sessions_file_says_where_it_is_and_is_ours_alone(worker):
+    link, _, pid = worker
     path = registry.session_file(link.name)
     record = client.find(link.name)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -263,8 +264,8 @@ def test_the_sessions_file_says_where_it_is_and_is_ours_alone(link):
 
 
 @pytest.mark.engine
-def test_a_running_call_is_shown_with_its_progress_and_stopped(link):
-    host, _ = echo(link)
+def test_a_running_call_is_shown_with_its_progress_and_stopped(worker):
+    link, host, _ = worker
     record = client.find(link.name)
     pending = submit(link, host, "slowly", 120.0, what="rollout 8", track=True)
     until(lambda: client.ask(record, "/state")["running"])
@@ -278,8 +279,8 @@ def test_a_running_call_is_shown_with_its_progress_and_stopped(link):
 
 
 @pytest.mark.engine
-def test_the_last_failure_is_shown(link):
-    host, _ = echo(link)
+def test_the_last_failure_is_shown(worker):
+    link, host, _ = worker
     with pytest.raises(Exception, match="this target fails"):
         submit(link, host, "fail", what="train_step", track=True).result()
     record = client.find(link.name)
@@ -289,8 +290,8 @@ def test_the_last_failure_is_shown(link):
 
 
 @pytest.mark.engine
-def test_a_monitor_that_restarts_serves_anew_under_another_token(link):
-    echo(link)
+def test_a_monitor_that_restarts_serves_anew_under_another_token(worker):
+    link, *_ = worker
     before = client.find(link.name)
     os.kill(before["pid"], signal.SIGKILL)
     link.state()
@@ -311,7 +312,8 @@ def test_closing_through_the_endpoint_ends_the_session(cluster):
 
 
 @pytest.mark.engine
-def test_verbs_that_need_a_session_are_refused_to_bare_engines(link):
+def test_verbs_that_need_a_session_are_refused_to_bare_engines(worker):
+    link, *_ = worker
     with pytest.raises(client.Refused, match="engines alone"):
         client.command(client.find(link.name), "sync")
 
