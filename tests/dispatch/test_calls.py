@@ -27,14 +27,14 @@ def link(cluster):
     made.close()
 
 
-@pytest.fixture(scope="module")
-def actors(link):
+def spawn(link, engine, target="EchoTarget"):
+    """Two workers, on record as an engine: their actors and pids."""
     import ray
 
-    hosts = [spawn_host(link, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
-    ray.get([h.pid.remote() for h in hosts])
-    link.engine("echo", {"kind": "train", "actors": [f"rlbench/calls/echo/{i}" for i in range(2)]})
-    return hosts
+    hosts = [spawn_host(link, engine, i, f"tests.targets:{target}", (i,), {}, {"num_cpus": 0}) for i in range(2)]
+    pids = ray.get([host.pid.remote() for host in hosts])
+    link.engine(engine, {"kind": "train", "actors": [f"rlbench/{link.name}/{engine}/{i}" for i in range(2)]})
+    return hosts, pids
 
 
 def described_classes():
@@ -44,9 +44,27 @@ def described_classes():
     return [key for key in _internal_kv_list(b"", namespace=b"fun") if key.startswith(b"ActorClass")]
 
 
-def submit(link, actors, name, *args, finish=list, **options):
+@pytest.fixture(scope="module")
+def actors(link):
+    return spawn(link, "echo")[0]
+
+
+@pytest.fixture
+def others(link, request):
+    """Two workers of a test's own, one of which it may end: their engine, their actors and pids."""
+    import ray
+
+    engine = f"others-{abs(hash(request.node.name))}"
+    hosts, pids = spawn(link, engine, getattr(request, "param", "EchoTarget"))
+    yield engine, hosts, pids
+    for host in hosts:
+        ray.kill(host)
+    link.engine(engine, None)
+
+
+def submit(link, actors, name, *args, engine="echo", finish=list, **options):
     labels = [f"rank {i}" for i in range(len(actors))]
-    return link.submit("echo", labels, actors, name, [(args, {})] * len(actors), finish, **options)
+    return link.submit(engine, labels, actors, name, [(args, {})] * len(actors), finish, **options)
 
 
 def begun(pending, actors):
@@ -297,32 +315,25 @@ def test_a_worker_that_was_out_of_reach_and_answers_again_is_not_called_dead(lin
     assert not link.state("engines")["engines"].get("echo", {}).get("broken")
 
 
-def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(cluster, tmp_path):
+def test_of_a_dead_rank_and_a_peer_that_fails_for_it_the_dead_one_is_named(link, others, tmp_path):
     import ray
 
-    made = Link.create("cause")
-    hosts = [spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
-    pids = ray.get([h.pid.remote() for h in hosts])
+    engine, hosts, pids = others
     calls = [((str(tmp_path / name),), {}) for name in ("dead", "never")]
-    pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_once", calls, list)
+    pending = link.submit(engine, ["rank 0", "rank 1"], hosts, "fail_once", calls, list)
     until(lambda: ray.get([h.running.remote() for h in hosts]) == ["fail_once"] * 2)
     os.kill(pids[1], signal.SIGKILL)
     until(lambda: processes.start_time(pids[1]) is None)
     (tmp_path / "dead").touch()
-    with pytest.raises(WorkerDied, match="rank 1 of echo died"):
+    with pytest.raises(WorkerDied, match=f"rank 1 of {engine} died"):
         pending.result(timeout=LIMIT_S)
-    made.close()
 
 
-def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(cluster, tmp_path):
-    import ray
-
-    made = Link.create("later")
-    hosts = [spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
-    pids = ray.get([h.pid.remote() for h in hosts])
+def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(link, others, tmp_path):
+    engine, hosts, pids = others
     (tmp_path / "now").touch()
     calls = [((str(tmp_path / name),), {}) for name in ("now", "never")]
-    pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "fail_once", calls, list)
+    pending = link.submit(engine, ["rank 0", "rank 1"], hosts, "fail_once", calls, list)
 
     def kill_once_the_failure_is_known():
         until(lambda: pending._first_failed is not None)
@@ -330,48 +341,38 @@ def test_a_death_that_is_heard_of_after_a_peer_failed_for_it_is_the_one_named(cl
 
     killer = threading.Thread(target=kill_once_the_failure_is_known, daemon=True)
     killer.start()
-    with pytest.raises(WorkerDied, match="rank 1 of echo died"):
+    with pytest.raises(WorkerDied, match=f"rank 1 of {engine} died"):
         pending.result(timeout=LIMIT_S)
     killer.join()
     assert pending._first_failed == [0]
-    made.close()
 
 
 @pytest.mark.parametrize("cause", [0, 1])
-def test_a_cause_that_is_heard_of_after_a_peer_gave_up_for_it_is_the_one_raised(cluster, cause):
-    made = Link.create(f"cause{cause}")
-    hosts = [spawn_host(made, "echo", i, "tests.targets:EchoTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
-    pending = made.submit("echo", ["rank 0", "rank 1"], hosts, "gives_up_for", [((cause,), {})] * 2, list)
+def test_a_cause_that_is_heard_of_after_a_peer_gave_up_for_it_is_the_one_raised(link, actors, cause):
     with pytest.raises(StateError, match="the cause"):
-        pending.result(timeout=LIMIT_S)
-    made.close()
+        submit(link, actors, "gives_up_for", cause).result(timeout=LIMIT_S)
 
 
-@pytest.fixture
-def meeting(cluster):
-    import ray
-
-    made = Link.create("meeting")
-    hosts = [spawn_host(made, "echo", i, "tests.targets:MeetingTarget", (i,), {}, {"num_cpus": 0}) for i in range(2)]
-    ray.get([h.pid.remote() for h in hosts])
-    made.engine("echo", {"kind": "train", "actors": [f"rlbench/meeting/echo/{i}" for i in range(2)]})
-    yield made, hosts
-    made.close()
+MEETING = pytest.mark.parametrize("others", ["MeetingTarget"], indirect=True)
 
 
-def test_a_peer_in_a_collective_of_a_rank_that_failed_is_released_whatever_it_takes(meeting, monkeypatch):
+@MEETING
+def test_a_peer_in_a_collective_of_a_rank_that_failed_is_released_whatever_it_takes(link, others, monkeypatch):
     monkeypatch.setattr(peers, "STUCK_S", 0.3)
     monkeypatch.setattr(peers, "FREED_S", 0.5)
-    made, hosts = meeting
-    with pytest.raises(WorkerDied, match=r"(?s)ValueError: mine alone.*rank 1 of echo died.*ended to"):
-        submit(made, hosts, "meet", 1).result(timeout=LIMIT_S)
+    engine, hosts, _ = others
+    with pytest.raises(WorkerDied, match=rf"(?s)ValueError: mine alone.*rank 1 of {engine} died.*ended to"):
+        submit(link, hosts, "meet", 1, engine=engine).result(timeout=LIMIT_S)
 
 
-def test_a_peer_that_computes_is_waited_for_and_the_failure_shows_meanwhile(meeting, monkeypatch, capsys, tmp_path):
+@MEETING
+def test_a_peer_that_computes_is_waited_for_and_the_failure_shows_meanwhile(
+    link, others, monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(peers, "STUCK_S", 0.3)
     monkeypatch.setattr(peers, "TELL_S", 0.3)
-    made, hosts = meeting
-    pending, printed = submit(made, hosts, "compute", 1, str(tmp_path / "done")), []
+    _, hosts, _ = others
+    pending, printed = submit(link, hosts, "compute", 1, str(tmp_path / "done")), []
 
     def told():
         with pytest.raises(TimeoutError):
@@ -383,25 +384,26 @@ def test_a_peer_that_computes_is_waited_for_and_the_failure_shows_meanwhile(meet
     (tmp_path / "done").touch()
     with pytest.raises(RemoteError, match="mine alone"):
         pending.result(timeout=LIMIT_S)
-    assert submit(made, hosts, "shout", "both live").result() == ["BOTH LIVE"] * 2
+    assert submit(link, hosts, "shout", "both live").result() == ["BOTH LIVE"] * 2
 
 
-def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_waiting(meeting, monkeypatch):
+@MEETING
+def test_after_ctrl_c_a_peer_of_a_rank_that_failed_is_released_without_anybody_waiting(link, others, monkeypatch):
     import ray
 
     monkeypatch.setattr(chains, "STOP_WAIT_S", 0.3)
     monkeypatch.setattr(peers, "STUCK_S", 600.0)  # not before Ctrl-C
     monkeypatch.setattr(peers, "FREED_S", 0.5)
-    made, hosts = meeting
-    call = submit(made, hosts, "meet", 1)
+    engine, hosts, _ = others
+    call = submit(link, hosts, "meet", 1, engine=engine)
     interrupt_once(lambda: ray.get(hosts[0].running.remote()) == "meet" and main_thread_runs("blocking_result"))
     with pytest.raises(Stopped, match="still stopping"):
         call.blocking_result()
     with pytest.raises(TimeoutError):
         call.result(timeout=0.0)  # also while another thread sees to it
     monkeypatch.setattr(peers, "STUCK_S", 0.3)
-    until(lambda: "broken" in made.state()["engines"]["echo"], what="the peer waits for ever")
-    with pytest.raises(WorkerDied, match=r"(?s)mine alone.*rank 1 of echo died"):
+    until(lambda: "broken" in link.state()["engines"][engine], what="the peer waits for ever")
+    with pytest.raises(WorkerDied, match=rf"(?s)mine alone.*rank 1 of {engine} died"):
         call.result(timeout=LIMIT_S)
 
 
