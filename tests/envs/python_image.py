@@ -12,7 +12,8 @@ from pathlib import Path
 
 NAME = f"rlbench-test-python:{os.getpid()}"
 """Of this process: another one removes its own."""
-LEFT_OUT = ("site-packages", "test", "__pycache__", "idlelib", "ensurepip", "lib2to3", "tkinter")
+BUILDING = Path(sysconfig.get_config_var("LIBPL")).name  # a static library, larger than all the rest
+LEFT_OUT = ("site-packages", "test", "__pycache__", "idlelib", "ensurepip", "lib2to3", "tkinter", BUILDING)
 PODMAN = '[engine]\nruntime = "{runtime}"\n[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]\n'
 """A machine of CI may not raise its limits, nor have cgroups that Podman's first choice knows."""
 

@@ -57,6 +57,8 @@ def test_only_a_cuda_build_is_guarded(tmp_path, version, is_cuda):
 
 @pytest.mark.slow
 def test_a_qwen_vl_processor_can_be_constructed():
+    from tests.ranks import said_by_fork  # here: the other tests of this file are quick
+
     code = """
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -70,4 +72,4 @@ from PIL import Image
 pixels = processor.image_processor([Image.new("RGB", (56, 56))], return_tensors="pt")["pixel_values"]
 print(type(processor).__name__, tuple(pixels.shape))
 """
-    assert run(code) == "Qwen2_5_VLProcessor (16, 1176)"
+    assert said_by_fork(code).strip() == "Qwen2_5_VLProcessor (16, 1176)"
