@@ -53,7 +53,7 @@ def test_a_table_of_what_is_equal_and_what_only_looks_or_rounds_alike():
     pairs = [*EQUAL, *UNEQUAL]
     assert len(pairs) >= 150
     value = written([Prompt(f"q{i}", label) for i, (label, _) in enumerate(pairs)], [[text] for _, text in pairs])
-    scored = value.score(math(timeout_s=30))
+    scored = value.score(math(timeout_s=30, processes=1))
     wanted = [1.0] * len(EQUAL) + [0.0] * len(UNEQUAL)
     wrong = [(pair, r) for pair, r, w in zip(pairs, scored.rewards.tolist(), wanted, strict=True) if r != w]
     assert not wrong
@@ -62,7 +62,7 @@ def test_a_table_of_what_is_equal_and_what_only_looks_or_rounds_alike():
 def test_votes_go_by_the_answer_right_ones_alike_however_written():
     label = "We have \\boxed{9}, then $\\frac{1}{2}$, so \\boxed{\\frac{1}{2}}."
     texts = [r"\boxed{0.5}", r"it is \boxed{\frac12}", r"\boxed{ 1{,}000 }", "about 1,000 or 2,000", "no idea"]
-    scored = written([Prompt("q", label)], [texts]).score(math())
+    scored = written([Prompt("q", label)], [texts]).score(math(processes=1))
     assert scored.rewards.tolist() == [1, 1, 0, 0, 0]
     said = [math().answer(rollout) for rollout in scored.flat]
     assert said[0] == said[1] == r"\frac{1}{2}" and said[3:] == ["2000", None]
@@ -79,7 +79,7 @@ def test_expressions_that_would_take_for_ever_are_wrong_in_bounded_time():
 
 def test_a_prompt_without_a_label_or_with_one_that_is_no_mathematics_is_an_error_of_its_own():
     value = written([Prompt("q", None), Prompt("q", " "), Prompt("q", "7")], [["7"], ["7"], ["7"]])
-    scored = value.score(math(), on_error="keep")
+    scored = value.score(math(processes=1), on_error="keep")
     np.testing.assert_array_equal(scored.rewards, [np.nan, np.nan, 1])
     first, second = scored.reward_errors
     assert "has no label" in first.error and "holds no mathematics" in second.error
@@ -102,7 +102,7 @@ def test_the_last_whole_box_is_the_answer(text, wanted):
 
 def test_an_answer_may_be_asked_for_inside_of_tags():
     value = answers("<answer>7</answer>", "7", "7 <answer>8</answer>")
-    assert value.score(math(inside="answer")).rewards.tolist() == [1, 0, 0]
+    assert value.score(math(inside="answer", processes=1)).rewards.tolist() == [1, 0, 0]
 
 
 def test_many_completions_start_few_processes(monkeypatch):
@@ -151,7 +151,7 @@ ENDLESS = r"$10^{10^{10^{10}}}$"
 
 def test_a_label_that_cannot_be_computed_is_an_error_and_no_zero():
     value = written([Prompt("q", ENDLESS), Prompt("q", "7")], [["7", "8"], ["7", ENDLESS]])
-    scored = value.score(math(timeout_s=SOON_S), on_error="keep")
+    scored = value.score(math(timeout_s=SOON_S, processes=1), on_error="keep")
     np.testing.assert_array_equal(scored.rewards, [np.nan, np.nan, 1, 0])
     assert scored.components["math/timeout"][3] == 1
     for error in scored.reward_errors:
@@ -175,7 +175,7 @@ def slow_to_run(monkeypatch, code):
 
 def test_time_in_which_the_process_got_no_core_makes_no_right_answer_wrong(monkeypatch):
     slow_to_run(monkeypatch, "import time; time.sleep(1.5)")
-    assert answers("7", "8").score(math(timeout_s=1)).rewards.tolist() == [1, 0]
+    assert answers("7", "8").score(math(timeout_s=1, processes=1)).rewards.tolist() == [1, 0]
     monkeypatch.setattr("rlbench.rewards.math_check.WALL", 1)
     scored = answers("7").score(math(timeout_s=1), on_error="keep")
     assert np.isnan(scored.rewards).all() and "the machine is busy" in scored.reward_errors[0].error
