@@ -120,8 +120,7 @@ def run_suite(
 
 
 def _pytest(phase: Phase, processes: int, options: Sequence[str], cache: Path, root: Path) -> int:
-    shared = ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]  # in the order of tests/conftest.py
-    parallel = shared if processes else ["-n", "0"]
+    parallel = ["-n", str(processes), "--dist", "loadfile"] if processes else ["-n", "0"]
     command = [sys.executable, "-m", "pytest", "-q", *parallel, "-m", phase.marks, "-o", f"cache_dir={cache}", *options]
     return subprocess.run(command, cwd=root).returncode
 

@@ -51,8 +51,16 @@ def in_order_of_run(items: Sequence[pytest.Item], root: Path) -> list[pytest.Ite
     return sorted(items, key=place)
 
 
-class GroupScheduling(LoadFileScheduling):
-    """Gives each process a file after another, as `--dist loadfile` does, and a group of files as if it were one."""
+class OrderedScheduling(LoadFileScheduling):
+    """Gives each process a file after another, as `--dist loadfile` does, in the order in which they were collected."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False  # by the number of tests: what is ended might be needed again
+
+
+class GroupScheduling(OrderedScheduling):
+    """Gives a group of files to one process, as if it were one file."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group_in(self.config.rootpath, super()._split_scope(nodeid))
@@ -64,7 +72,9 @@ def _group_in(root: Path, file: str) -> str:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OrderedScheduling | None:
     """Group files where the whole suite runs: of a few rooms, the ranks' files are the most, and better shared out."""
+    if config.option.dist != "loadfile":
+        return None
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return GroupScheduling(config, log) if whole and config.option.dist == "loadfile" else None
+    return GroupScheduling(config, log) if whole else OrderedScheduling(config, log)
