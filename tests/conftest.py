@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from rlbench.runtime.cluster import prepare_ray
 from tests import garbage
 from tests.scheduling import (
     TAKES_RANKS,
@@ -42,6 +43,9 @@ if WORKER:
 _STATE = tempfile.mkdtemp(prefix="rlb-test-state-")
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["XDG_STATE_HOME"] = _STATE  # before anything looks for a cluster: tests have one of their own
+# vLLM in a test's process imports Ray, which reads this then, before a test of the same process asks for the cluster
+prepare_ray()
+os.environ["RAY_AUTH_MODE"] = "token"
 # a run that a shell started in the background has SIGINT ignored: tests of Ctrl-C would wait for ever
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # no example has a limit of time; in CI the examples are the same in every run

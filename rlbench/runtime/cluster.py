@@ -326,13 +326,18 @@ def _join_ours(record: registry.ClusterRecord) -> Cluster:
     return Cluster(record.address, record.devices, record.gpus, record.id)
 
 
-def _ray_init(address: str) -> None:
+def prepare_ray() -> None:
+    """Set what Ray reads from the environment as it is imported."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns in the first cell
     # a process whose cluster has ended, as ours does when no session lives on it for a while, is ended by Ray a minute
     # later: it is a person's notebook, which goes on with the next cluster (`has_ended` tells who waits for this one)
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = RECONNECT_S
     # a remote call that comes after shutdown() must not start a cluster of its own
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
+def _ray_init(address: str) -> None:
+    prepare_ray()
     with starting.phase("joining", "joining Ray"):
         import ray
         from ray._private import ray_constants
