@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from rlbench.notebook.base.palette import OWNERS
 from rlbench.notebook.dashboard import html as dashboard_html
@@ -336,12 +337,17 @@ def test_outside_a_notebook_it_prints_its_text(script, shown, capsys):
     assert dashboard_html.text(shown._view) in capsys.readouterr().out
 
 
-def test_the_clock_knows_how_long_the_cell_runs_and_took(monkeypatch):
-    from IPython.testing.globalipapp import get_ipython as testing_shell
+@pytest.fixture
+def shell():
+    """An interactive shell of the test's own: who asks for one later gets none that this one left."""
+    yield InteractiveShell.instance()
+    InteractiveShell.clear_instance()
 
+
+def test_the_clock_knows_how_long_the_cell_runs_and_took(shell, monkeypatch):
     from rlbench.notebook.dashboard import dashboard
 
-    shell, now = testing_shell(), [100.0]
+    now = [100.0]
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     monkeypatch.setattr(dashboard.time, "monotonic", lambda: now[0])
     clock = dashboard.CellClock()
