@@ -32,7 +32,7 @@ PRELOADED_BY_JOB = (
     "rlbench.dispatch.host",
     "rlbench.monitor.actor",
 )
-REQUEST_S = 10.0  # what asks has sent its request before this long; a nursery reads one at a time
+REQUEST_S = 10.0  # whoever asks has said what it is by then; the others wait meanwhile
 
 
 def main(address: str) -> None:
@@ -50,14 +50,29 @@ def main(address: str) -> None:
         while True:
             asking, _ = listening.accept()
             with asking:
-                job, files, _, _ = socket.recv_fds(asking, JOB_BYTES, 3)
-                if job and (nursery is None or nursery.job != job or not nursery.alive):
+                if (request := requested_job(asking)) is None:
+                    continue
+                job, files = request
+                if nursery is None or nursery.job != job or not nursery.alive:
                     if nursery is not None:
                         nursery.close()
                     nursery = Nursery(job, [listening.fileno(), asking.fileno(), *files], set_by_imports)
-                if job and nursery is not None:
-                    nursery.fork_worker(asking, files)
+                nursery.fork_worker(asking, files)
             close(files)
+
+
+def requested_job(asking: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Return the job of the process that asks and its first three files; None if it has gone, or does not say."""
+    asking.settimeout(REQUEST_S)
+    try:
+        job, files, _, _ = socket.recv_fds(asking, JOB_BYTES, 3)
+    except OSError as error:
+        print(f"rlbench: a worker that was to start did not say for which job: {error}", flush=True)
+        return None
+    if len(job) == JOB_BYTES and len(files) == 3:
+        return job, files
+    close(files)
+    return None
 
 
 class Nursery:

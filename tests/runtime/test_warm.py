@@ -31,7 +31,7 @@ sys.path.insert(0, "a folder of the import's")
 SERVE = """
 import sys
 from rlbench.runtime import warm
-warm.PRELOADED, warm.PRELOADED_BY_JOB = (sys.argv[2],), tuple(sys.argv[3:])
+warm.PRELOADED, warm.PRELOADED_BY_JOB, warm.REQUEST_S = (sys.argv[2],), tuple(sys.argv[3:]), 3.0
 warm.main(sys.argv[1])
 """
 
@@ -124,14 +124,20 @@ def test_a_nursery_that_ended_is_replaced(serve, ask):
     assert second["job"] == "a" and second["parent"] != first
 
 
-def test_whoever_asks_and_goes_stops_nobody_else(serve, ask, tmp_path):
+def test_whoever_asks_and_goes_or_stays_silent_stops_nobody_else(serve, ask, tmp_path):
     serve("colorsys", "reads_job")
-    ask()
-    for job in (b"", b"a", b"1234"):
+    parent = json.loads(ask()[0])["parent"]
+    for said in (b"", b"a", b"1234"):
         with socket.socket(socket.AF_UNIX) as leaving:
             leaving.connect(str(tmp_path / "socket"))
-            leaving.sendall(job)
-    assert json.loads(ask()[0])["job"] == "a"
+            leaving.sendall(said)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(tmp_path / "socket"))
+        assert json.loads(ask()[0])["parent"] == parent
+    with socket.socket(socket.AF_UNIX) as handed, open(os.devnull) as file:  # to a nursery, and silent there
+        handed.connect(str(tmp_path / "socket"))
+        socket.send_fds(handed, [b"1234"], [file.fileno()] * 3)
+        assert json.loads(ask()[0])["job"] == "a"
 
 
 def test_where_a_jobs_imports_start_a_thread_workers_start_by_themselves(serve, ask):
