@@ -93,7 +93,6 @@ class Loop:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer shares the cores
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling the sampler's helpers takes 20 s and gains nothing here
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -34,7 +34,6 @@ def main() -> None:
     """Read the settings, build the trainer, and take one optimizer step per turn."""
     requests = Requests()
     settings = json.loads(Path(sys.argv[1]).read_text())
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a side that waits leaves the cores to the other
     os.environ["OMP_NUM_THREADS"] = str(settings["threads"])
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch

@@ -51,7 +51,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # no example has a limit of time; in CI the examples are the same in every run
 hypothesis.settings.register_profile("rlbench", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("rlbench")
-os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: engines in one process take turns, and must not spin
+os.environ |= {
+    "OMP_WAIT_POLICY": "passive",
+    "KMP_BLOCKTIME": "0",
+}  # before torch: tests share the cores, and must not spin
 
 NONE_OF = r"not \w+( and not \w+)*"
 MARK = r"pytest\.mark\.(\w+)"

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlbench.dispatch.link import Link
 from rlbench.errors import BuildError, nearest
-from rlbench.runtime import cluster, head
+from rlbench.runtime import cluster, openmp
 from rlbench.weights.facts import INTERFACE, LOOPBACK, NODE_ADDRESS
 
 CPU_SHARE = 1 / 16
@@ -140,7 +140,7 @@ def actor_options(device: Device) -> dict[str, Any]:
 def thread_environment(threads: int, node: str = LOOPBACK) -> dict[str, str]:
     """Return the environment of an actor that computes with so many threads on `node`, its process groups over the
     interface of `rb.init(network_interface=…)`."""
-    env = head.WAITING_THREADS | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    env = openmp.environment() | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     env |= {} if node == LOOPBACK else {NODE_ADDRESS: node}
     interface = cluster.network_interface()
     names = (INTERFACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

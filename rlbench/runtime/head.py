@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlbench.runtime import registry, worker_start
+from rlbench.runtime import openmp, registry, worker_start
 
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray from replacing 127.0.0.1 by the outer address and listening there; read when ray is imported."""
@@ -21,9 +21,6 @@ FLAGS = (
     "--head --block --node-ip-address=127.0.0.1 --include-dashboard=false --include-log-monitor=false --no-monitor "
     "--disable-usage-stats --dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0"
 )
-WAITING_THREADS = {"OMP_WAIT_POLICY": "passive"}
-"""Threads that wait for the next parallel region sleep: spinning, two sessions on two cores take five times as long.
-Read where torch is loaded, so by the warm process for all workers; who sets it otherwise has it otherwise."""
 RAY_MEMORY = 1 << 30  # else Ray refuses to start where less is free than its object store may take
 
 
@@ -71,7 +68,7 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_START_HOOK": f"{__name__}.leave_out_unused",
         "TMPDIR": str(temporary),
     }
-    return WAITING_THREADS | kept | ONE_MACHINE | own
+    return kept | openmp.environment() | ONE_MACHINE | own
 
 
 def leave_out_unused(ray_params: Any, is_head: bool) -> None:

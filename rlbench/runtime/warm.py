@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlbench.runtime import openmp
 from rlbench.runtime.worker_start import JOB_BYTES, RAYS_OWN, SOCKET
 
 PRELOADED = ("rlbench.workers.preload",)
@@ -112,6 +113,7 @@ class Nursery:
 def serve_job(warm: socket.socket, set_by_imports: dict[str, str]) -> NoReturn:
     """Be a nursery: import, under the environment of the first that asks, what reads its job there; fork a worker for
     each that the warm process hands over, until that closes the connection."""
+    openmp.drop_note()
     ready, folder = False, sys.path[0]
     try:
         while True:
@@ -155,11 +157,13 @@ def preload() -> dict[str, str]:
     """Import what workers need; return what that changed in the environment."""
     # else the imports of numpy and pyarrow start threads
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    openmp.load()
     sys.modules["ray"] = None  # type: ignore[assignment]  # not yet: its import reads a worker's job from the environment
     gc.disable()  # a third of the time would go to looking for garbage, of which imports make little
     changed = _imported(PRELOADED)
     del sys.modules["ray"]
     gc.enable()
+    openmp.drop_note()
     return changed
 
 
@@ -201,6 +205,7 @@ def become_worker(
 ) -> NoReturn:
     """Be, in a fork, Ray's worker in the place of the process that asks: with its arguments, environment and files."""
     status = 1
+    openmp.drop_note()
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbench.runtime import head, warm, worker_start
+from rlbench.runtime import warm, worker_start
 from tests.clock import LIMIT_S, until
 
 REPORT = """
@@ -184,13 +184,6 @@ def test_a_thread_forbids_a_fork():
     finally:
         stop.set()
         thread.join()
-
-
-def test_threads_of_forks_sleep_while_they_wait_unless_said_otherwise(tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    assert head.environment(tmp_path)["OMP_WAIT_POLICY"] == "passive"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert head.environment(tmp_path)["OMP_WAIT_POLICY"] == "active"
 
 
 @pytest.mark.engine
