@@ -22,6 +22,7 @@ from rlbench.weights.memory import (
 )
 from rlbench.weights.vllm_cpu_lora import AdapterProducts
 from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
+from rlbench.weights.vllm_sampling import draw_by_seeds
 
 
 class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
@@ -34,9 +35,10 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
         self._kernels: dict[UnquantizedFusedMoEMethod, Any] = {}
 
     def load_model(self, **options: Any) -> None:
-        """As the mixin's, with our own products of adapters."""
+        """As the mixin's, with our own products of adapters and draws."""
         current_platform.get_punica_wrapper = lambda: f"{AdapterProducts.__module__}.{AdapterProducts.__name__}"
         super().load_model(**options)
+        draw_by_seeds(self.model_runner.sampler.topk_topp_sampler)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """As vLLM's, with a KV cache whose pages come as they are used."""

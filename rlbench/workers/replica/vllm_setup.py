@@ -67,12 +67,14 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlbench.weights.vllm_names import named_locks, unname_shared_memory
+    from rlbench.weights.vllm_sampling import record_sampled_alone
 
     check_routing(config)
     use_threads(thread_count(config))
     if config.tensor_parallel_size == 1:
         inspect_models_here()
     register_models(config.models)
+    record_sampled_alone()
     current().report(phase="building vLLM: weights, KV cache")
     others = named_locks()
     try:
