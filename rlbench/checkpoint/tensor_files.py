@@ -8,10 +8,13 @@ pickled.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,9 @@ from rlbench.errors import CheckpointError
 INDEX = "index.json"
 SMALL_BYTES, FILE_BYTES = 1 << 21, 1 << 23
 ALIGNED = 16  # where a tensor begins in its file
+BETWEEN = np.zeros(ALIGNED, np.uint8)
+PARTS = os.sysconf("SC_IOV_MAX")
+DESCRIBED = ("at", "dtype", "shape", "shard")
 FIRST_COMPARED_BYTES, COMPARED_BYTES = 1 << 12, 1 << 20
 
 
@@ -57,34 +63,88 @@ def write_tensors(
 ) -> Written:
     """Write the tensors, of sharded ones this rank's part, into a new folder; share with `before` what did not change.
 
-    `between` is called with the bytes of the next tensor, and may raise. What is known to be `unchanged` is not read.
+    `between` is called with the bytes of the next file, and may raise. What is known to be `unchanged` is not read.
     Files are taken from folders that are `spare`, where they are nobody else's: memory written over is not asked of
     the system again, which takes several times as long as the copy.
     """
     earlier = _index(before) if before is not None else {}
-    index: dict[str, Any] = {}
     fresh = 0
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True)
-        for number, names in enumerate(_files_of(tensors)):
-            entries, size = _entries(f"{number}.bin", {name: tensors[name] for name in names})
-            between(size)
-            path, shared = f"{folder}/{number}.bin", _alike(before, earlier, entries, size)
-            data = None if shared is not None and all(map(unchanged, names)) else _laid_out(tensors, entries)
-            if shared is not None and (data is None or _equal(shared, data)):
-                os.link(shared, path)
-            else:
-                assert data is not None
-                with _taken_or_new(path, size, spare, durable) as file:
-                    for part in data:
-                        file.write(part.data)
-                fresh += sum(map(_nbytes, entries.values()))
-            index |= entries
-        with new_file(folder / INDEX, durable) as file:
-            file.write(json.dumps({name: index[name] for name in tensors}).encode())
+        index: dict[str, Any] = {} if before is None else _linked(folder, before, earlier, tensors.keys(), unchanged)
+        used = {entry["file"] for entry in index.values()}
+        free = (file for number in itertools.count() if (file := f"{number}.bin") not in used)
+        with _Files(folder, spare, durable) as files:
+            for names in _files_of({name: tensor for name, tensor in tensors.items() if name not in index}):
+                entries, size = _entries(next(free), {name: tensors[name] for name in names})
+                between(size)
+                file, shared = entries[names[0]]["file"], _alike(before, earlier, entries, size)
+                data = _laid_out(tensors, entries)
+                if shared is not None and _equal(shared, data):
+                    os.link(shared, f"{folder}/{file}")
+                else:
+                    files.write(file, size, data)
+                    fresh += sum(map(_nbytes, entries.values()))
+                index |= entries
+        with new_file(folder / INDEX, durable) as indexed:
+            indexed.write(json.dumps({name: index[name] for name in tensors}).encode())
         if durable:
             sync(folder)
     return Written(sum(_nbytes(entry) for entry in index.values()), fresh)
+
+
+def _linked(
+    folder: Path, before: Path, earlier: Mapping[str, Any], names: Set[str], unchanged: Callable[[str], bool]
+) -> dict[str, Any]:
+    """Share the files before of which all tensors are unchanged; return what the index says of those."""
+    by_file: dict[str, list[str]] = {}
+    for name, entry in earlier.items():
+        by_file.setdefault(entry["file"], []).append(name)
+    index: dict[str, Any] = {}
+    for file, held in by_file.items():
+        if all(name in names and unchanged(name) for name in held):
+            os.link(f"{before}/{file}", f"{folder}/{file}")
+            index |= {name: earlier[name] for name in held}
+    return index
+
+
+class _Files:
+    """Files written by as many threads as torch computes with: into memory, copying is what takes the time."""
+
+    def __init__(self, folder: Path, spare: Sequence[Path], durable: bool) -> None:
+        self._folder, self._spare, self._durable = folder, spare, durable
+        self._threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._begun: deque[Future[None]] = deque()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def write(self, name: str, nbytes: int, parts: Sequence[np.ndarray]) -> None:
+        """Begin to write a file, once no more wait than there are threads: their bytes may be copies of a GPU's."""
+        while len(self._begun) > self._threads:
+            self._begun.popleft().result()
+        self._begun.append(self._pool.submit(self._write, f"{self._folder}/{name}", nbytes, parts))
+
+    def _write(self, path: str, nbytes: int, parts: Sequence[np.ndarray]) -> None:
+        with _taken_or_new(path, nbytes, self._spare, self._durable) as file:
+            _write_all(file.fileno(), parts)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)  # waits: whoever asked may remove the folder then
+        for begun in () if kind is not None else self._begun:
+            begun.result()
+
+
+def _write_all(file: int, parts: Sequence[np.ndarray]) -> None:
+    """Write parts in a row, whatever the system takes at once: `PARTS` of them, and 2 GiB."""
+    left = deque(part.data for part in parts)
+    while left:
+        taken = os.writev(file, list(itertools.islice(left, PARTS)))
+        while left and taken >= left[0].nbytes:
+            taken -= left.popleft().nbytes
+        if taken:
+            left[0] = left[0][taken:]
 
 
 def _files_of(tensors: Mapping[str, Tensor]) -> list[list[str]]:
@@ -118,7 +178,7 @@ def _entries(file: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[s
 def _laid_out(tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> list[np.ndarray]:
     """Return the bytes of a file: each tensor's, filled up to where the next begins."""
     parts = [bytes_of(local_part(tensors[name])) for name in entries]
-    return [part for data in parts for part in (data, np.zeros(-data.nbytes % ALIGNED, np.uint8)) if part.nbytes]
+    return [part for data in parts for part in (data, BETWEEN[: -data.nbytes % ALIGNED]) if part.nbytes]
 
 
 def _size(tensor: Tensor) -> int:
@@ -253,9 +313,12 @@ def _alike(before: Path | None, old: Mapping[str, Any], new: Mapping[str, dict[s
     first = old.get(next(iter(new)))
     if before is None or first is None:
         return None
-    there = {name: entry | {"file": first["file"]} for name, entry in new.items()}
+    for name, entry in new.items():
+        there = old.get(name)
+        if there is None or there["file"] != first["file"] or any(there[key] != entry[key] for key in DESCRIBED):
+            return None
     path = f"{before}/{first['file']}"
-    return path if all(old.get(name) == there[name] for name in new) and os.stat(path).st_size == size > 0 else None
+    return path if os.stat(path).st_size == size > 0 else None
 
 
 def _equal(path: str, parts: Sequence[np.ndarray]) -> bool:

@@ -1,5 +1,6 @@
 """Tensors in files: equal when read back, shared where unchanged, refused when cut or changed in size."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from rlbench.checkpoint import tensor_files
 from rlbench.checkpoint.tensor_files import INDEX, read_resharded, read_tensors, write_tensors
 from rlbench.errors import CheckpointError
 
@@ -157,3 +159,65 @@ def test_a_tensor_whose_ranks_hold_terms_of_a_sum_is_refused(tmp_path: Path) -> 
             write_tensors(tmp_path / "out", {"weight": tensor})
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_file_is_whole_however_little_the_system_takes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a tensor of more than 2 GiB, or of more tensors than one call takes."""
+    taken, writev = [], os.writev
+
+    def little(file: int, parts: list[memoryview]) -> int:
+        taken.append(writev(file, [parts[0][:7]]))
+        return taken[-1]
+
+    monkeypatch.setattr(os, "writev", little)
+    monkeypatch.setattr(tensor_files, "PARTS", 3)
+    given = {f"a/b/{i}": torch.randn(i) for i in range(1, 12)}
+    for folder, spare in (("a", []), ("b", [tmp_path / "a"])):  # a new file, and one that is written over
+        write_tensors(tmp_path / folder, given, spare=spare)
+        assert len(taken) > 11 and max(taken) == 7
+        assert all(torch.equal(tensor, given[name]) for name, tensor in read_tensors(tmp_path / folder).items())
+        given = {name: tensor + 1 for name, tensor in given.items()}
+
+
+def test_what_is_known_to_be_unchanged_is_shared_without_a_look_at_it(tmp_path: Path) -> None:
+    given = {"p/parameter/w": torch.randn(8), "p/parameter/v": torch.randn(3), "p/buffer/b": torch.randn(5)}
+    write_tensors(tmp_path / "a", given)
+    second = {name: tensor + 1 for name, tensor in given.items()}
+    written = write_tensors(
+        tmp_path / "b", second, before=tmp_path / "a", unchanged=lambda name: "/buffer/" not in name
+    )
+    assert written.fresh == 20 and written.nbytes == 64
+    read = read_tensors(tmp_path / "b")
+    assert list(read) == list(given)
+    for name, tensor in (given | {"p/buffer/b": second["p/buffer/b"]}).items():
+        assert torch.equal(read[name], tensor)
+    third = {
+        "p/parameter/w": torch.randn(8),
+        "p/parameter/more": torch.randn(2),
+    }  # of a file of others nothing is shared
+    assert write_tensors(tmp_path / "c", third, before=tmp_path / "b", unchanged=lambda name: True).fresh == 40
+
+
+def test_a_write_that_fails_in_a_thread_fails_and_one_that_is_stopped_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {f"a{i}/b/w": torch.randn(4) for i in range(6)}
+
+    def full(file: int, parts: list[memoryview]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            write_tensors(tmp_path / "a", given)
+
+    def between(nbytes: int) -> None:
+        if (tmp_path / "b" / "2.bin").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_tensors(tmp_path / "b", given | {f"c{i}/b/w": torch.randn(4) for i in range(64)}, between=between)
+    sizes = [path.stat().st_size for path in (tmp_path / "b").iterdir()]
+    assert 3 <= len(sizes) < 70 and set(sizes) == {16}, "what was begun is whole, and nothing is written after it"
