@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def write_tensors(
     fresh = 0
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True)
-        index: dict[str, Any] = {} if before is None else _linked(folder, before, earlier, tensors.keys(), unchanged)
+        index: dict[str, Any] = {} if before is None else _linked(folder, before, earlier, tensors, unchanged)
         used = {entry["file"] for entry in index.values()}
         free = (file for number in itertools.count() if (file := f"{number}.bin") not in used)
         with _Files(folder, spare, durable) as files:
@@ -94,18 +94,28 @@ def write_tensors(
 
 
 def _linked(
-    folder: Path, before: Path, earlier: Mapping[str, Any], names: Set[str], unchanged: Callable[[str], bool]
+    folder: Path,
+    before: Path,
+    earlier: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    unchanged: Callable[[str], bool],
 ) -> dict[str, Any]:
-    """Share the files before of which all tensors are unchanged; return what the index says of those."""
+    """Share the files before of which all tensors are unchanged and split as they are now; return what the index says
+    of those."""
     by_file: dict[str, list[str]] = {}
     for name, entry in earlier.items():
         by_file.setdefault(entry["file"], []).append(name)
     index: dict[str, Any] = {}
-    for file, held in by_file.items():
-        if all(name in names and unchanged(name) for name in held):
+    for file, names in by_file.items():
+        if all(name in tensors and unchanged(name) and _is_of(tensors[name], earlier[name]) for name in names):
             os.link(f"{before}/{file}", f"{folder}/{file}")
-            index |= {name: earlier[name] for name in held}
+            index |= {name: earlier[name] for name in names}
     return index
+
+
+def _is_of(whole: Tensor, entry: Mapping[str, Any]) -> bool:
+    """Whether a tensor is split as an index says."""
+    return entry["shape"] == list(local_part(whole).shape) and entry["shard"] == _shard_of(whole)
 
 
 class _Files:
