@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 @dataclass
 class CallContext:
     """One call on one worker: its verb's `name`, the `worker`'s actor and `cluster` (empty outside of a session), what
-    hands out shared work, and how many collectives the worker had issued before."""
+    hands out shared work, and how many collectives the worker had issued before (None: it has no peers who ask)."""
 
     call_id: str = "local"
     epoch: int = 0
@@ -20,16 +19,16 @@ class CallContext:
     name: str = ""
     worker: str = ""
     cluster: str = ""
-    issued_before: int = 0
-    _stop: threading.Event = field(default_factory=threading.Event)
+    issued_before: int | None = None
+    _stop: bool = False
 
     def stop_requested(self) -> bool:
         """Whether somebody asked this call to stop."""
-        return self._stop.is_set()
+        return self._stop
 
     def request_stop(self) -> None:
         """Set the stop flag (control lane)."""
-        self._stop.set()
+        self._stop = True
 
     def report(self, **progress: Any) -> None:
         """Publish progress; the driver reads the latest values while it waits."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 import ray
 
 from rlbench.dispatch import context
-from rlbench.dispatch.protocol import Failure, Progress, Reply, Sent, Ticket
+from rlbench.dispatch.protocol import Failure, Progress, Reply, Ticket
 from rlbench.errors import CallDropped, EngineError, RLBenchError, StaleEpoch, Stopped
 from rlbench.traces import calling_line, user_line
 from rlbench.units import format_bytes
@@ -59,11 +59,10 @@ class Host:
         threading.Thread(target=self._end_when_orphaned, daemon=True).start()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def call(self, sent: Sent, *values: Any) -> Reply | int:
-        """Run the verb of a sent ticket with `values`, the last of them by keyword; never raises for the target.
-        Returns the reply as it travels."""
-        ticket, name, keywords = Ticket.received(sent)
-        split = len(values) - len(keywords)
+    def call(self, sent: bytes, *beside: Any) -> Reply | bytes:
+        """Run what a ticket asks for, with the arguments `beside` it; never raises for the target. Returns the reply as
+        it travels."""
+        ticket, name, args, kwargs = Ticket.received(sent, beside)
         try:
             self._admit(ticket)
         except Stopped:
@@ -72,7 +71,7 @@ class Host:
         except Exception as error:
             reply = Reply(failure=_failure(error))
         else:
-            reply = self._run(ticket, name, values[:split], dict(zip(keywords, values[split:], strict=True)))
+            reply = self._run(ticket, name, args, kwargs)
         self._tell_end(ticket, reply)
         return reply.sent()
 
@@ -91,7 +90,7 @@ class Host:
         if running is None or running.call_id != call_id:
             return Progress()
         text, end = self._output.since(cursor)
-        return Progress(text, end, dict(running.progress), self._issued() - running.issued_before)
+        return Progress(text, end, dict(running.progress), self._issued_in(running))
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def stop(self, call_id: str) -> None:
@@ -151,7 +150,8 @@ class Host:
 
     def _run(self, ticket: Ticket, name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Reply:
         mine = context.CallContext(ticket.call_id, ticket.epoch, self._claimer(ticket), name=name)
-        mine.worker, mine.cluster, mine.issued_before = self._name, self._cluster, self._issued()
+        mine.worker, mine.cluster = self._name, self._cluster
+        mine.issued_before = self._issued() if ticket.world > 1 else None
         with self._lock:
             if ticket.call_id in self._stopped_ids:
                 mine.request_stop()
@@ -174,7 +174,7 @@ class Host:
             with self._lock:
                 self._context = None
             self._forget(ticket)
-        return Reply(value, failure, stopped, self._output.end(), self._issued() - mine.issued_before)
+        return Reply(value, failure, stopped, self._output.end(), self._issued_in(mine))
 
     def _forget(self, ticket: Ticket) -> None:
         """A stop that comes now hits nothing."""
@@ -186,6 +186,10 @@ class Host:
         """Collectives the worker has issued so far, of targets that have peers."""
         count = getattr(self._target, "issued_collectives", None)
         return 0 if count is None else int(count())
+
+    def _issued_in(self, call: context.CallContext) -> int:
+        """Collectives the worker has issued in a call; 0 of one that no peer runs as well."""
+        return 0 if call.issued_before is None else self._issued() - call.issued_before
 
     def _claimer(self, ticket: Ticket) -> Any:
         if not ticket.queue:

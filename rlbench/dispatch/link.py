@@ -186,10 +186,8 @@ class Link:
             ticket = Ticket(sent, next(self._seq), call_id, len(actors), queue, queue_total, track)
             if track:
                 self.monitor.begin.remote(call_id, what or name, engine, sent, verb_id)
-            return [
-                actors[i].call.remote(ticket.sent(name, named), *values, *named.values())
-                for i, (values, named) in ((i, calls[i]) for i in ranks)
-            ]
+            asked = ((actors[i], *ticket.sent(name, *calls[i])) for i in ranks)
+            return [actor.call.remote(sent_call, *beside) for actor, sent_call, beside in asked]
 
         def again(ranks: Sequence[int]) -> list[Any] | None:
             if not self._renew(sent):
@@ -197,8 +195,10 @@ class Link:
             with self._submitting:
                 return send(ranks)
 
+        # one worker has a call or has not, and nobody else was told of it: to hold Ctrl-C costs a twentieth of the call
+        held = sigint_held() if len(actors) > 1 or track else contextlib.nullcontext()
         try:
-            with sigint_held(), self._submitting:
+            with held, self._submitting:
                 refs = send(range(len(actors)))
         except (TypeError, pickle.PicklingError) as error:  # Ray's, of an argument; nothing of the call went out
             if not is_refusal(error):

@@ -276,7 +276,7 @@ class Engine(ABC):
         self.link.apply()  # refused to a driver that was replaced
         import ray
 
-        sent = Ticket(self.link.epoch, 0, f"close-{self.name}").sent("close")
+        sent, _ = Ticket(self.link.epoch, 0, f"close-{self.name}").sent("close")
         try:
             ray.get([a.call.remote(sent) for a in self._actors], timeout=20)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError, WorkerDied):
