@@ -1,7 +1,7 @@
 """An engine's call of an empty method against an empty method of bare Ray actors, on one rank and on two.
 
-Both sides run in one process, in turns: a round is a block of calls of each. After its method, which does nothing, a
-rank counts its memory, as after each one of a user's.
+Both sides run in one process, in turns: a round is a block of calls of each. A rank counts its memory after a user's
+method, but after one as short as this only when somebody asks for it.
 
     python -m benchmarks.call                 # also: python -m benchmarks.step --call
 """

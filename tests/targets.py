@@ -10,15 +10,22 @@ from rlbench.strategies.ranks.control import peer_failed
 
 
 class EchoTarget:
-    CONTROL = frozenset({"status"})
+    CONTROL = frozenset({"status", "settlings"})
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
+        self.settled = 0
         self.calls: list[str] = []
         self.closed = False
 
     def status(self) -> dict:
         return {"rank": self.rank, "calls": len(self.calls)}
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def settlings(self) -> int:
+        return self.settled
 
     def echo(self, *args, **kwargs):
         self.calls.append("echo")

@@ -80,6 +80,7 @@ class Host:
         """Call one of the target's control methods, which never block."""
         if name not in self._target.CONTROL:
             raise EngineError(f"{name} is not a control method of {type(self._target).__name__}")
+        self._settle()
         with user_code():  # a property that is looked at, say
             return getattr(self._target, name)(*args)
 
@@ -181,6 +182,15 @@ class Host:
         with self._lock:
             self._stopped_ids.discard(ticket.call_id)
             self._ended_ids.append(ticket.call_id)
+
+    def _settle(self) -> None:
+        """Have the target do what calls left for later, where none runs; none begins meanwhile."""
+        settle = getattr(self._target, "settle", None)
+        if settle is None:
+            return
+        with self._lock:
+            if self._context is None:
+                settle()
 
     def _issued(self) -> int:
         """Collectives the worker has issued so far, of targets that have peers."""

@@ -108,11 +108,14 @@ def test_the_control_lane_answers_while_the_compute_lane_is_busy(link, actors):
 
     pending = submit(link, actors, "slowly", 600.0)
     until(lambda: begun(pending, actors))
+    settled = ray.get(actors[0].control.remote("settlings"))
     assert ray.get(actors[0].control.remote("status"))["rank"] == 0
     assert not pending.done
+    assert ray.get(actors[0].control.remote("settlings")) == settled, "what calls left waits for the end of this one"
     pending.stop()
     with pytest.raises(Stopped):
         pending.result(timeout=LIMIT_S)
+    assert ray.get(actors[0].control.remote("settlings")) == settled + 1
 
 
 def test_print_shows_in_the_calling_cell_once_with_its_rank(link, actors, capsys):

@@ -67,6 +67,22 @@ def test_a_loop_that_tells_nobody_is_counted_as_it_computes(rank, monkeypatch):
     assert owners(residency)["optimizer"] >= 32 * MIB
 
 
+def test_a_short_call_is_counted_when_somebody_asks(rank):
+    module, _, residency = rank
+    module.weight.grad = torch.ones(2048, 2048)
+    residency.measure_after(0.0)
+    assert owners(residency)["gradients"] == 0, "it took less than the count does"
+    residency.settle()
+    assert owners(residency)["gradients"] == 16 * MIB
+    module.zero_grad()
+    residency.measure_after(1.0)
+    assert owners(residency)["gradients"] == 0, "the longer one is counted at once"
+    residency.measure_after(0.0)
+    module.weight.grad = torch.ones(2048, 2048)
+    with residency.passing():
+        assert owners(residency)["gradients"] == 16 * MIB
+
+
 def test_models_beside_the_policy_are_counted_and_not_what_offloading_frees():
     policy, critic = nn.Linear(1024, 1024, bias=False), nn.Linear(2048, 1024, bias=False)
     steps = torch.optim.AdamW(critic.parameters())

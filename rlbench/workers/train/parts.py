@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class RankParts:
 
     def of_the_user(self, work: Callable[[], Any]) -> Any:
         """Do what a user wrote: whatever ends it early, no gathered parameter is left behind, on any rank."""
+        begin = time.monotonic()
         try:
             return work()
         except BaseException:
@@ -39,7 +41,7 @@ class RankParts:
             self.group.failed = True
             raise
         finally:
-            self.residency.measure()
+            self.residency.measure_after(time.monotonic() - begin)
 
 
 def verbs_of(components: Iterable[type]) -> dict[str, type]:

@@ -93,6 +93,11 @@ class TrainRank:
         if self._components:
             self._components[Snapshots].begins(verb)
 
+    def settle(self) -> None:
+        """Do what calls left for later: the host asks on its control lane, while no call runs. Never blocks."""
+        if self._parts is not None:
+            self._parts.residency.settle()
+
     def rendezvous(self) -> tuple[str, int] | None:
         """Start the store on rank 0 and return its address; None on the others."""
         return self._group.serve()

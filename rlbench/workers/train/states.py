@@ -48,7 +48,8 @@ class Residency:
         self._released: memory.Released = []
         self._held = self._own = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
         self._resting: int | None = None
-        self._measured = 0.0
+        self._measured = self._count_s = 0.0
+        self._due = False
         module.register_forward_pre_hook(lambda *_: self._measure_if_due(), prepend=True)  # before FSDP gathers
 
     def need(self, *parts: str, whole: bool = True) -> None:
@@ -146,11 +147,26 @@ class Residency:
 
     def measure(self) -> None:
         """Count the bytes of every tensor on the device, by owner: after what may have changed them."""
+        begin = time.monotonic()
+        self._due = False
         (models, others), own = self._beside(), self._optimizers()
         self._own = self._held = self._bytes_of([self._module], own)
         if models or others:
             self._held = self._bytes_of([self._module, *models], [*own, *others])
         self._measured = time.monotonic()
+        self._count_s = self._measured - begin
+
+    def measure_after(self, seconds: float) -> None:
+        """Count what a call of a user's that took so long may have changed: now, unless to count takes longer than the
+        call did. Then `settle` does, when somebody asks for it or a batch is computed."""
+        self._due = seconds < self._count_s
+        if not self._due:
+            self.measure()
+
+    def settle(self) -> None:
+        """Count what the last call left for later; not beside another call."""
+        if self._due:
+            self.measure()
 
     def _bytes_of(self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, int]:
         device = self._device.device
@@ -165,6 +181,7 @@ class Residency:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Count as activations what the process grows while a batch is computed: a host has no allocator to ask."""
+        self.settle()
         self._resting = self._device.allocated()["rss"] - sum(self._held.values())
         try:
             yield
