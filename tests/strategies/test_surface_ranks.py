@@ -27,6 +27,16 @@ def test_each_rank_gets_its_own_part_of_what_rank_0_holds(engine: Ranks) -> None
     assert FakeStrategy().control.scatter([7]) == 7
 
 
+def test_every_rank_gets_what_each_has_however_long(engine: Ranks) -> None:
+    def gathered(sizes: tuple[int, int]) -> Any:
+        control = strategy.control  # type: ignore[name-defined]
+        return [len(own) for own in control.gather("x" * sizes[rank])], control.unanimous(rank == 0)  # type: ignore[name-defined]
+
+    for sizes in ((0, 7), (3, 5000), (6000, 5000)):
+        assert engine.run(gathered, sizes) == [(list(sizes), False)] * 2
+    assert FakeStrategy().control.gather("own") == ["own"] and FakeStrategy().control.unanimous(True)
+
+
 def test_a_loader_reads_each_item_once_on_one_rank_and_goes_on_where_it_was(engine: Ranks) -> None:
     """Defect absent: items of the last batches were read twice, and counted twice by an evaluation."""
 

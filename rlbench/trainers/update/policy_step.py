@@ -238,7 +238,7 @@ class PolicyStep:
         """Return the options with `packing` as it will be; collective."""
         if options.packing is not None:
             return options
-        packs = all(self.strategy.control.gather(self._passes.model.packs(batch)))
+        packs = self.strategy.control.unanimous(self._passes.model.packs(batch))
         if not packs:
             reshard(self.module)  # it may have been left in the middle of a forward
         return replace(options, packing=packs)
@@ -275,11 +275,11 @@ class PolicyStep:
         except BaseException:
             reshard(self.module)
             raise
-        chunked = all(self.strategy.control.gather(head is not None or not self._passes.model.holds_logits))
-        rows = self.strategy.rows
+        control, rows = self.strategy.control, self.strategy.rows
+        chunked = control.unanimous(head is not None or not self._passes.model.holds_logits)
         budget = self.budget(options, chunked) * self.strategy.sequence.size
         plan = plan_micro_batches(batch.lengths, rows.count, budget, batch.pair)
-        seen = self.strategy.control.gather((batch.key, len(plan[0])))
+        seen = control.gather((batch.key, len(plan[0]))) if control.world_size > 1 else []
         if any(other != seen[0] for other in seen):
             raise EngineError(f"the ranks were given different batches ({seen}); give each the whole batch.")
         mine = plan[rows.number]
