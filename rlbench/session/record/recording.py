@@ -24,13 +24,12 @@ import numpy as np
 from rlbench.data import Rollouts, TrainBatch
 from rlbench.data.record.history import History, is_number
 from rlbench.data.record.metrics import Metrics
-from rlbench.data.record.origin import makers
 from rlbench.dispatch.chain import Chain
 from rlbench.dispatch.link import Link
 from rlbench.dispatch.pending import Pending
 from rlbench.runtime import registry
 from rlbench.session.record import cells
-from rlbench.session.record.sources import described, is_own_code
+from rlbench.session.record.sources import described, is_own_code, of_makers
 from rlbench.traces import calling_line, place
 
 R = TypeVar("R")
@@ -179,9 +178,10 @@ class Recorder:
     def _argument(self, entry: Entry, name: str, value: Any) -> None:
         entry.args[name] = shown(value, name)
         code: dict[str, Any] = {}
+        told: dict[str, dict[str, str]] = {}
         if isinstance(value, TrainBatch):
             entry.hashes[name] = value.key
-            code = makers(value)
+            told = of_makers(value)
         elif isinstance(value, Rollouts):
             entry.hashes[name] = f"{_digest(value):08x}"
         elif isinstance(value, np.ndarray):
@@ -191,8 +191,8 @@ class Recorder:
         elif name in CODE and isinstance(value, Mapping):  # a reward of each set, a loss of parts with their weights
             parts = {key: one[0] if isinstance(one, tuple) and one else one for key, one in value.items()}
             code = {f"{name}[{key}]": fn for key, fn in parts.items() if callable(fn)}
-        for part, fn in code.items():
-            about = described(fn)
+        told = told or {part: described(fn) for part, fn in code.items()}
+        for part, about in told.items():
             entry.hashes[part] = about["hash"]
             if about["source"]:
                 entry.sources[part] = self._keep(about["source"])

@@ -35,16 +35,20 @@ def hash_of(fn: Any) -> str:
         return ""
 
 
+def of_makers(batch: TrainBatch) -> dict[str, dict[str, str]]:
+    """Return what is known of the `reward` and the `advantage` that made a batch (`described`), as it was when first
+    asked for: what they use may be edited since, and did not make this batch."""
+    if batch not in _of_makers:
+        _of_makers[batch] = {part: described(fn) for part, fn in makers(batch).items()}
+    return _of_makers[batch]
+
+
 def of_batch(batch: TrainBatch) -> dict[str, str]:
-    """Return `reward_name`, `reward_hash`, `reward_source` and the same of `advantage`, where they are known; each as
-    it was when first asked for: what it uses may be edited since, and did not make this batch."""
-    if batch not in _of_batches:
-        parts = {part: described(fn) for part, fn in makers(batch).items()}
-        _of_batches[batch] = {f"{part}_{key}": value for part, told in parts.items() for key, value in told.items()}
-    return dict(_of_batches[batch])
+    """Return the same as `reward_name`, `reward_hash`, `reward_source`, and so of the advantage."""
+    return {f"{part}_{key}": value for part, told in of_makers(batch).items() for key, value in told.items()}
 
 
-_of_batches: weakref.WeakKeyDictionary[TrainBatch, dict[str, str]] = weakref.WeakKeyDictionary()
+_of_makers: weakref.WeakKeyDictionary[TrainBatch, dict[str, dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def source(fn: Any) -> str:

@@ -195,8 +195,8 @@ class TrainRank:
 
         def report(**progress: Any) -> None:
             context.current().report(**progress)
-            if progress.get("phase") == "backward" and progress.get("done") == 1:
-                residency.measure()  # gradients are there from the first backward on
+            if progress.get("phase") == "backward" and 1 == progress.get("done") < progress.get("total", 1):
+                residency.measure()  # gradients are there from the first backward on; after the last one all is counted
 
         scaling = (lambda: one_optimizer(module)) if self.config.use_mp_opt else (lambda: None)
         return RankParts(
