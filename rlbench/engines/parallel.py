@@ -133,6 +133,9 @@ def estimated_bytes(value: Any, depth: int = 4) -> int:
     """Return a cheap lower estimate of what a value weighs on its way to a worker, by looking at a few elements."""
     if isinstance(value, NeedParallel):
         value = value.data
+    fields = () if isinstance(value, type) else getattr(value, "__dataclass_fields__", ())
+    if fields:  # before it is asked for `nbytes`: a batch would look for what else could be meant
+        return sum(estimated_bytes(getattr(value, name), depth - 1) for name in fields) if depth else 8
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size
@@ -143,7 +146,4 @@ def estimated_bytes(value: Any, depth: int = 4) -> int:
     if isinstance(value, list | tuple) and value and depth:
         looked = value[:: max(1, len(value) // 8)]
         return len(value) * sum(estimated_bytes(v, depth - 1) for v in looked) // len(looked)
-    fields = getattr(value, "__dataclass_fields__", None)
-    if fields and depth:
-        return sum(estimated_bytes(getattr(value, name), depth - 1) for name in fields)
     return 8

@@ -1,11 +1,19 @@
 """NeedParallel: what is split, how evenly, and what is refused."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from rlbench.engines.parallel import NeedParallel, estimated_bytes, row_spans, split_call
 from rlbench.errors import DataError
+
+
+@dataclass
+class Asked:
+    rows: Any
 
 
 def rows_of(split, i=0):
@@ -101,4 +109,5 @@ def test_the_size_estimate_sees_through_containers():
     assert estimated_bytes([NeedParallel(big)]) >= big.nbytes
     assert estimated_bytes({"k": torch.zeros(1 << 18)}) >= 1 << 20
     assert estimated_bytes([[1] * 1000] * 1000) > 4 << 20
-    assert estimated_bytes([1, "a", None]) < 1000
+    assert estimated_bytes([1, "a", None, Asked]) < 1000
+    assert estimated_bytes(Asked(big)) >= big.nbytes
