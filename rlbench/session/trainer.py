@@ -92,7 +92,7 @@ def trainer(
         before, which stays where the new one is refused.
     """
     from rlbench.trainers.options.methods import DISTILL, REWARD, TEXTS, method_options, warn_of
-    from rlbench.trainers.ppo.building import TrainerSpec
+    from rlbench.trainers.options.specs import TrainerSpec
 
     if (follows := core.options.train.reference) is not None and method != REWARD:
         raise OptionError(
@@ -190,7 +190,7 @@ def _reward_model(core: SessionCore, given: dict[str, Any], options: dict[str, A
 
 def _teacher(core: SessionCore, given: Any) -> Any:
     """Return what a trainer asks in the place of a reference: an engine of the session's, or the policy's own base."""
-    from rlbench.trainers.ppo.building import SessionEngine
+    from rlbench.trainers.options.specs import SessionEngine
 
     teacher = given if isinstance(given, Teacher) else teachers.teacher(core, str(given))
     if teacher.core is not core:

@@ -34,9 +34,10 @@ from rlbench.trainers.options.methods import method_options
 from rlbench.trainers.options.ppo_config import PPOConfig
 from rlbench.trainers.options.run_config import DEFAULTS, HOMES, RunConfig
 from rlbench.trainers.options.run_options import RunOptions
+from rlbench.trainers.options.specs import TrainerSpec
 from rlbench.trainers.options.trainer_options import SAMPLING, read_options
 from rlbench.trainers.ppo import building
-from rlbench.trainers.ppo.building import TrainerSpec, build_trainer
+from rlbench.trainers.ppo.building import build_trainer
 from rlbench.trainers.update.options import PolicyOptions
 from rlbench.workers.replica.config import ReplicaOptions
 from rlbench.workers.train.config import RankOptions

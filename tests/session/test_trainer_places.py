@@ -14,7 +14,7 @@ from rlbench.session.options import reference_at
 from rlbench.session.training import trainer_places
 from rlbench.strategies.options.config import OptionError
 from rlbench.trainers.models import policy_module
-from rlbench.trainers.ppo.building import TrainerSpec
+from rlbench.trainers.options.specs import TrainerSpec
 
 MODELS = ("critic", "reference")
 

@@ -14,7 +14,8 @@ from rlbench.errors import BuildError
 from rlbench.options import OptionError
 from rlbench.strategies import FSDPV2Strategy, get_fake_strategy
 from rlbench.trainers.models.value_model import make_critic
-from rlbench.trainers.ppo.building import SessionEngine, TrainerSpec, _critic, reference_of
+from rlbench.trainers.options.specs import SessionEngine, TrainerSpec
+from rlbench.trainers.ppo.building import _critic, reference_of
 from tests.modules import qwen_on_meta
 from tests.ranks import ranks
 from tests.trainers.making import qwen_of

@@ -23,7 +23,7 @@ from rlbench.strategies.options.config import ROW_SHARING
 from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.options.methods import REWARD
 from rlbench.trainers.options.run_config import RunConfig, parse
-from rlbench.trainers.ppo.building import OF_THE_CRITIC
+from rlbench.trainers.options.specs import OF_THE_CRITIC
 
 STOPPED = 130
 OF_THE_SESSION = (

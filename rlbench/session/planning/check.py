@@ -21,8 +21,7 @@ from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
     from rlbench.session.planning.plan import Plan
-    from rlbench.trainers.ppo.building import TrainerSpec
-    from rlbench.trainers.texts.building import TextSpec
+    from rlbench.trainers.options.specs import TextSpec, TrainerSpec
 
 WEIGHTS = ("*.safetensors", "*.bin")
 MOST_TIMES = 12
@@ -52,7 +51,7 @@ def need_room(options: SessionOptions) -> None:
 def need_trainer_room(options: SessionOptions, spec: TrainerSpec | TextSpec) -> None:
     """Raise BuildError, with the plan, for a trainer whose critic, reward models, reference or average exceed a device
     beside what the session has there; counted as by `need_room`."""
-    from rlbench.trainers.ppo.building import SessionEngine, TrainerSpec
+    from rlbench.trainers.options.specs import SessionEngine, TrainerSpec
 
     asked_critic, scorers, ema = None, [], False
     if isinstance(spec, TrainerSpec):  # one on texts has a reference alone

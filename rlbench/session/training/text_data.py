@@ -18,7 +18,7 @@ from rlbench.session.training.loss_check import ship
 from rlbench.trainers.options.methods import LOSSES, REWARD, TEXTS
 
 if TYPE_CHECKING:
-    from rlbench.trainers.texts.building import TextSpec
+    from rlbench.trainers.options.specs import TextSpec
 
 MAKERS = {"demonstrations": demonstrations, "pairs": pairs, "labelled": labelled}
 
@@ -37,7 +37,7 @@ def text_spec(
     """Describe the trainer of `method`; arguments as of `session.trainer`, `given` its options by our names, `writing`
     those by which rows become chats."""
     from rlbench.rl import resolve
-    from rlbench.trainers.texts.building import TextSpec
+    from rlbench.trainers.options.specs import TextSpec
 
     if data is None:
         raise SessionError(f"session.trainer: which texts? trainer({method!r}, data=rows)")

@@ -15,7 +15,7 @@ from rlbench.session.options import model_at
 from rlbench.trainers.options.run_config import DEFAULTS
 
 if TYPE_CHECKING:
-    from rlbench.trainers.ppo.building import TrainerSpec
+    from rlbench.trainers.options.specs import TrainerSpec
 
 FOLDERS = ("ckpt_path", "save_path", "log_dir", "use_tensorboard")
 """Options that name a folder to write to."""
@@ -91,7 +91,7 @@ def _with_services(given: Mapping[str, Any]) -> dict[str, Any]:
 def reference_here(core: SessionCore, wanted: str | bool, any_model: bool) -> Any:
     """Return the reference policy of a trainer: the session's own, where it is of the model that is `wanted` (True: the
     session's model), or will do whatever it is of."""
-    from rlbench.trainers.ppo.building import SessionEngine
+    from rlbench.trainers.options.specs import SessionEngine
 
     if not wanted or core.reference is None or not core.reference.built:
         return wanted

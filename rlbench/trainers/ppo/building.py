@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,60 +31,8 @@ from rlbench.trainers.models.policy_module import BasePolicy, make_policy
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.trainers.models.reward_heads import make_reward_model
 from rlbench.trainers.models.value_model import make_critic
+from rlbench.trainers.options.specs import SessionEngine, TrainerSpec
 from rlbench.trainers.ppo.spmd_trainer import SPMDPPOTrainer
-
-OF_THE_CRITIC = ("critic_pretrain", "critic_lr", "betas", "weight_decay")
-"""Options that act on the critic's optimizer alone, as the policy's is the session's."""
-
-
-@dataclass(frozen=True)
-class SessionEngine:
-    """An engine of the session, by its name there, in the place of a folder."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """A trainer to be built on the ranks of a session.
-
-    Attributes:
-        path: folder of the actor's checkpoint, with its tokenizer; where critic and reference come from unless said.
-        options: of `StrategyConfig` and `PPOConfig`, by name.
-        trainer: the class, a subclass of `SPMDPPOTrainer`; None: that.
-        critic, reference: folder of the checkpoint; True: `path`; None: none. A reference may be the session's own.
-        value_head_prefix: what the critic's head is called in its checkpoint.
-        reference_shard_size: ranks over which the reference's parameters are split; None: all.
-        reward: see `PPOTrainer.reward_model`; a folder is that of a reward model.
-        lr: learning rate; None: the actor's stays as it is.
-        schedule_steps: optimizer steps over which the rates warm up and fall by a cosine; None: they stay.
-        prompts, eval_prompts, loss, arguments: of the trainer.
-    """
-
-    path: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    trainer: type | None = None
-    critic: str | bool | None = None
-    reference: str | bool | SessionEngine | None = None
-    ema: bool = False
-    reward: Any = None
-    lr: float | None = None
-    schedule_steps: int | None = None
-    prompts: Any = None
-    eval_prompts: Any = None
-    loss: Any = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    value_head_prefix: str | None = None
-    reference_shard_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.options:
-            if name in OF_THE_CRITIC and not self.critic:
-                raise OptionError(f"{name}={self.options[name]!r} would have no effect: there is no critic.")
-            if name == "lr_warmup_ratio" and self.schedule_steps is None:
-                raise OptionError("lr_warmup_ratio would have no effect: the rates stay. Give schedule_steps, too.")
-        if self.value_head_prefix is not None and not self.critic:
-            raise OptionError(f"value_head_prefix={self.value_head_prefix!r} would have no effect: there is no critic.")
 
 
 def build_trainer(

@@ -52,8 +52,9 @@ class HeldTrainer:
         """Build the trainer of a `TrainerSpec` around the rank's module, in the place of the one there is, which stays
         as it was where the new one is refused; collective. `id_`: that of the same trainer on ranks that died, whose
         snapshots it goes back to."""
+        from rlbench.trainers.options.specs import TextSpec
         from rlbench.trainers.ppo.building import build_trainer, put_aside
-        from rlbench.trainers.texts.building import TextSpec, build_text_trainer
+        from rlbench.trainers.texts.building import build_text_trainer
 
         parts = self._parts
         parts.residency.need("weights", "optimizer", whole=False)  # of one that a heal has yet to bring back, too

@@ -32,8 +32,7 @@ from rlbench.session.planning.uses import (
     SYNC,
     VALUES,
 )
-from rlbench.trainers.ppo.building import TrainerSpec
-from rlbench.trainers.texts.building import TextSpec
+from rlbench.trainers.options.specs import TextSpec, TrainerSpec
 from rlbench.units import GIB
 from tests.modules import save_qwen
 from tests.session.planning.test_pictures import ONE_QUICK
