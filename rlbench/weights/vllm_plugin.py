@@ -19,13 +19,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.worker.gpu_worker import Worker
 
-from rlbench.errors import BuildError, WeightSyncError, some
-from rlbench.weights import facts, vllm_gpt_oss
+from rlbench.errors import BuildError, WeightSyncError
+from rlbench.weights import facts
 from rlbench.weights.aside import Aside
 from rlbench.weights.channel import Channel, receive
 from rlbench.weights.delta import Copies
@@ -34,10 +32,10 @@ from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
 from rlbench.weights.vllm_names import unname_shared_memory
+from rlbench.weights.vllm_reload import PartlyLoaded, Reload, packed_copies, repack_stale
 from rlbench.weights.vllm_routing import RoutingRecord
 
 BACKEND = "rlbench"
-PartlyLoaded = weakref.WeakKeyDictionary[torch.nn.Module, int]
 
 
 @dataclass
@@ -69,7 +67,7 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._channel: Channel | None = None
         self.copies = Copies()
         self._packed_before: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._part: bool | None = None  # of the update that is open; None: nothing came yet
+        self._update: Reload | None = None  # that is open; None: nothing came yet
         self._padded: PartlyLoaded = weakref.WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -92,43 +90,34 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def start_weight_update(self) -> None:
-        """Put the layers into the state in which they take checkpoint tensors."""
-        self._packed_before, self._part = packed_copies(self.model), None
-        initialize_layerwise_reload(self.model)
+        """Begin an update; its layers take tensors once the first bucket says which will come."""
+        self._packed_before, self._update = packed_copies(self.model), None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one bucket. A failure leaves whole layers with undefined weights, not to be served (`torn`)."""
-        self._part = update_info.part
         try:
-            self.model.load_weights(self._loadable(self.tensors(update_info)))
+            if self._update is None:
+                self._update = Reload(self.model, self.model_config, update_info.part, self._padded)
+            self._update.load(self.tensors(update_info))
         except BaseException as error:
             self._leave(error)
             self.end_weight_update()  # else half-loaded layers would mix what they hold into the next sync
             raise
 
-    def _loadable(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return them in the form in which the model's loader brings all of them into an update."""
-        if type(self.model).__name__ == vllm_gpt_oss.ARCHITECTURE:
-            return vllm_gpt_oss.by_loaders(self.model, weights)
-        return weights
-
     def finish_weight_update(self) -> None:
         """Pack what was loaded, the tied head included; WeightSyncError where some of the weights left a layer in part
         as it was, which a whole set does not."""
-        loaded = partly_loaded(self.model)
+        update = self._update
+        loaded = None if update is None else update.loaded()
         self.end_weight_update()
-        if self._part is False:
-            self._padded = loaded
-        elif mixed := [type(layer).__name__ for layer in loaded if loaded[layer] != self._padded.get(layer)]:
-            raise WeightSyncError(
-                f"only some of the tensors that {some(mixed)} is made of here were sent, the frozen others left out as "
-                "unchanged: freeze all or none of them, and report the architecture"
-            )
+        if update is not None and loaded is not None:
+            update.need_whole_layers(loaded)
 
     def end_weight_update(self) -> None:
         """Pack what was loaded so far, whether or not it is all."""
-        with layers_left_out() if self._part else contextlib.nullcontext():
-            finalize_layerwise_reload(self.model, self.model_config)
+        update, self._update = self._update, None
+        if update is not None:
+            update.end()
         repack_stale(self.model, self._packed_before)
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # the sender has its memory back
@@ -155,49 +144,6 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update.transport != "broadcast" or self._channel is None:
             raise WeightSyncError(f"no way for weights by {update.transport!r} is open here: sync again")
         return receive(self._channel, update.bucket, self.copies if update.delta else None)
-
-
-def partly_loaded(model: torch.nn.Module) -> PartlyLoaded:
-    """Return, during an update, how many elements came of each layer of which some came, but not all."""
-    found: PartlyLoaded = weakref.WeakKeyDictionary()
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total:
-            found[layer] = info.load_numel
-    return found
-
-
-@contextlib.contextmanager
-def layers_left_out() -> Iterator[None]:
-    """Keep vLLM from warning of each layer of which nothing came."""
-    logger = logging.getLogger(get_layerwise_info.__module__)
-
-    def other(record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in str(record.msg)
-
-    logger.addFilter(other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other)
-
-
-def packed_copies(model: torch.nn.Module) -> weakref.WeakSet[Any]:
-    """Return the packed copies (`cpu_linear`) that modules compute with now; not their ids, which new ones may take."""
-    return weakref.WeakSet(module.cpu_linear for module in model.modules() if hasattr(module, "cpu_linear"))
-
-
-def repack_stale(model: torch.nn.Module, packed_before: weakref.WeakSet[Any]) -> None:
-    """Pack again what an update left packed from the old weights: the tied lm_head.
-
-    vLLM on CPU renews packed copies of layers that were loaded by name; checksums do not show it. Linear layers keep no
-    weight beside the packed one: a module that has both, and still the copy of before, is stale.
-    """
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        stale = getattr(module, "cpu_linear", None) in packed_before
-        if stale and isinstance(weight, torch.Tensor) and weight.numel() > 0:
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
 
 
 class ReplicaWorkerMixin:
