@@ -31,8 +31,9 @@ from rlbench.weights.gloo import share_devices
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
+from rlbench.weights.vllm_direct import Direct, Straight
 from rlbench.weights.vllm_names import unname_shared_memory
-from rlbench.weights.vllm_reload import PartlyLoaded, Reload, packed_copies, repack_stale
+from rlbench.weights.vllm_reload import Reload, packed_copies, repack_stale
 from rlbench.weights.vllm_routing import RoutingRecord
 
 BACKEND = "rlbench"
@@ -53,6 +54,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     bucket: Bucket
     part: bool = False  # of an update by some of the weights
     delta: bool = False  # its tensors come as differences to the copies held
+    layout: int = 0  # of all tensors of the update, where they may go straight to their places (`vllm_direct.py`)
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -67,8 +69,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._channel: Channel | None = None
         self.copies = Copies()
         self._packed_before: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._update: Reload | None = None  # that is open; None: nothing came yet
-        self._padded: PartlyLoaded = weakref.WeakKeyDictionary()
+        self._update: Reload | Straight | None = None  # that is open; None: nothing came yet
+        self._direct = Direct(self.model, self.model_config, weakref.WeakKeyDictionary())
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """For a broadcast: join the group (once), and wait until the sender begins. Touches no weight."""
@@ -97,7 +99,8 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load one bucket. A failure leaves whole layers with undefined weights, not to be served (`torn`)."""
         try:
             if self._update is None:
-                self._update = Reload(self.model, self.model_config, update_info.part, self._padded)
+                layout = update_info.layout if self.device.type == "cpu" else 0
+                self._update = self._direct.update(update_info.part, layout)
             self._update.load(self.tensors(update_info))
         except BaseException as error:
             self._leave(error)

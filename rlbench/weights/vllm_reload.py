@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,11 +54,16 @@ class Reload:
         if not self._part:
             self._padded.clear()
             self._padded.update(loaded)
-        elif mixed := [type(layer).__name__ for layer in loaded if loaded[layer] != self._padded.get(layer)]:
-            raise WeightSyncError(
-                f"only some of the tensors that {some(mixed)} is made of here were sent, the frozen others left out as "
-                "unchanged: freeze all or none of them, and report the architecture"
-            )
+        elif mixed := [layer for layer in loaded if loaded[layer] != self._padded.get(layer)]:
+            raise mixed_layers(mixed)
+
+
+def mixed_layers(layers: Iterable[torch.nn.Module]) -> WeightSyncError:
+    """Return what to raise where only some of the tensors of these layers came."""
+    return WeightSyncError(
+        f"only some of the tensors that {some([type(layer).__name__ for layer in layers])} is made of here were sent, "
+        "the frozen others left out as unchanged: freeze all or none of them, and report the architecture"
+    )
 
 
 def partly_loaded(model: torch.nn.Module) -> PartlyLoaded:

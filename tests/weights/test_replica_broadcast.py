@@ -231,19 +231,16 @@ def change_some(model: PreTrainedModel, share: float, seed: int) -> None:
 
 def record_loaded(worker: Any) -> None:
     """Keep what the model is given to load from now on."""
-    model = worker.model_runner.model
+    engine = worker.weight_transfer_engine
     worker.loaded = {}
-    plain = type(model).load_weights
+    plain = engine.tensors
 
-    def load(weights: Any) -> Any:
-        def passing() -> Any:
-            for name, tensor in weights:
-                worker.loaded[name] = words(tensor).copy()
-                yield name, tensor
+    def tensors(update: Any) -> Any:
+        for name, tensor in plain(update):
+            worker.loaded[name] = words(tensor).copy()
+            yield name, tensor
 
-        return plain(model, passing())
-
-    model.load_weights = load
+    engine.tensors = tensors
 
 
 def loaded(worker: Any) -> Any:
@@ -337,18 +334,18 @@ def mend(replica: VllmReplica, model: PreTrainedModel) -> None:
 
 def spoil(worker: Any) -> None:
     """On worker 1 the second bucket does not load."""
-    model, count = worker.model_runner.model, 0
-    plain = type(model).load_weights
+    engine, count = worker.weight_transfer_engine, 0
+    plain = engine.tensors
 
-    def load(weights: Any) -> Any:
+    def tensors(update: Any) -> Any:
         nonlocal count
         count += 1
         if worker.rank == 1 and count == 2:
             raise OSError("worker 1 has no room")
-        return plain(model, weights)
+        return plain(update)
 
-    model.load_weights = load
+    engine.tensors = tensors
 
 
 def repair(worker: Any) -> None:
-    del worker.model_runner.model.load_weights
+    del worker.weight_transfer_engine.tensors

@@ -113,6 +113,38 @@ def test_every_group_of_weights_arrives(replica: VllmReplica, model: PreTrainedM
         assert replica.generate(one_job()).versions.tolist() == [version]
 
 
+@pytest.fixture
+def by_loader(replica: VllmReplica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each time that vLLM's own loader is given tensors."""
+    kind = replica.built.apply_model(type)[0]
+    load, calls = kind.load_weights, list[int]()
+    monkeypatch.setattr(kind, "load_weights", lambda *args: (calls.append(1), load(*args))[1])
+    return calls
+
+
+def test_later_weights_go_straight_to_where_the_first_went(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage, by_loader: list[int]
+) -> None:
+    """All of them, and a layer's alone."""
+    replica.apply_weights(staged(stage, model))
+    replica.commit_version(15)
+    by_loader.clear()
+    whole = replace(staged(stage, changed(model, 1.02)), token="straight")
+    replica.apply_weights(whole)
+    assert gap(replica, model) <= 1e-4
+    replica.commit_version(16)
+    weights = to_checkpoint_names(model, unique_parameters(model))
+    names = {name for name in weights if "layers.1." in name}
+    for name in names:
+        weights[name].data.mul_(0.98)
+    assert gap(replica, model) > 1e-3
+    part = stage.rewrite((name, weights[name]) for name in names)
+    replica.apply_weights(replace(part, follows="straight", token="part"))
+    assert gap(replica, model) <= 1e-4
+    replica.commit_version(17)
+    assert not by_loader
+
+
 def test_what_was_generated_after_a_sync_has_the_new_logprobs(
     replica: VllmReplica, model: PreTrainedModel, stage: ShmStage
 ) -> None:
@@ -361,3 +393,17 @@ def test_reload_returns_to_the_checkpoint(
     replica.commit_version(70)
     assert replica.reload()["version"] == 0
     assert gap(replica, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)) <= 1e-4
+
+
+def test_weights_that_were_not_proven_are_followed_by_some_that_vllms_own_loader_loads(
+    replica: VllmReplica, model: PreTrainedModel, stage: ShmStage, by_loader: list[int]
+) -> None:
+    whole = staged(stage, model)
+    replica.apply_weights(whole)
+    assert replica.status()["pending"]
+    by_loader.clear()
+    for version in (90, 91):
+        replica.apply_weights(whole)
+        replica.commit_version(version)
+        assert gap(replica, model) <= 1e-4
+    assert len(by_loader) >= 2

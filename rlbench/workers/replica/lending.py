@@ -33,6 +33,7 @@ def lent(replica: VllmReplica, receiver: WeightReceiver, loan: Loan) -> Iterator
             replica.reset_caches()
             _check_lent(replica, loan)
         except WeightSyncError as error:
+            receiver.by_reload()
             said = f"{loan.name!r} could not be lent to {this_engine()}, which goes on with its own weights: {error}"
             raise WeightSyncError(said) from error
         yield

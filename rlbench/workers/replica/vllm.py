@@ -314,6 +314,8 @@ class VllmReplica:
             self._receiver.meet(manifest.channel)
         if manifest.adapter is not None and self.state.weights != "cuda":
             self._load_checkpoint()  # of which an adapter is a part alone
+        if self.state.pending or self.state.weights == "torn":
+            self._receiver.by_reload()
         self.state.weights = "torn"
         try:
             self._receiver.load(manifest)

@@ -26,6 +26,12 @@ class WeightReceiver:
         self._optional = ("lm_head.weight",) if tied else ()
         self.channel = ""
         """Token of the broadcast group that all workers are in; empty: none."""
+        self._straight = True
+
+    def by_reload(self) -> None:
+        """Have vLLM's own reload load all weights from now on: some that were loaded were not proven, and it is not
+        known why."""
+        self._straight = False
 
     def check(self, manifest: Manifest) -> None:
         """Refuse names and shapes that are not those of the replica's checkpoint."""
@@ -52,6 +58,7 @@ class WeightReceiver:
                 self._transfer("begin_copies", manifest.follows)
             self._transfer(start)
             update = {"transport": manifest.transport, "part": bool(manifest.unchanged), "delta": manifest.delta}
+            update["layout"] = _layout(manifest) if self._straight else 0
             for bucket in manifest.buckets:
                 self._transfer(take, update | {"bucket": bucket})
             self._transfer(finish, *adapter)
@@ -80,3 +87,8 @@ class WeightReceiver:
             raise WeightSyncError(causes[0])
         if failures:
             raise PeerFailed(failures[0][0])
+
+
+def _layout(manifest: Manifest) -> int:
+    """Return a hash, of this process, of all tensors that are here then, those before too where only some come."""
+    return hash(frozenset((e.name, e.dtype, e.shape) for e in (*manifest.entries, *manifest.left_out)))
