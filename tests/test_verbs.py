@@ -32,7 +32,7 @@ ASKED = dict.fromkeys(("train", "reference", "source", "target"), ("rank",)) | d
 OWN = {"train.py": ("rank",), "inference.py": ("replica",), "base.py": ("rank", "replica")}
 """Whom a module asks by `self`."""
 BY_VARIABLE = {
-    *("Engine.control", "Engine.call", "Engine.call_all", "SessionCore.ask_ranks", "asked", "_call", "_send"),
+    *("Engine._asked", "Engine.call", "Engine.call_all", "SessionCore.ask_ranks", "asked", "_call", "_send"),
     "TrainEngine._run_text",
     "define_again",  # what `_send` sent, from a file
 }

@@ -131,7 +131,11 @@ class Link:
 
     def apply(self, *events: dict[str, Any]) -> None:
         """Change the session's state; each event counts once, also where a monitor that restarts is asked again."""
-        self._ask("apply", self.epoch, *({"id_once": secrets.token_hex(8)} | event for event in events))
+        self.applying(*events)()
+
+    def applying(self, *events: dict[str, Any]) -> Callable[[], Any]:
+        """Send changes as `apply` does; the function that is returned waits until they are made."""
+        return self._asked("apply", self.epoch, *({"id_once": secrets.token_hex(8)} | event for event in events))
 
     def tell(self, event: dict[str, Any]) -> None:
         """Send an event that nothing depends on, without waiting; a driver that was replaced is not heard."""
@@ -286,10 +290,17 @@ class Link:
             return True
 
     def _ask(self, name: str, *args: Any) -> Any:
+        return self._asked(name, *args)()
+
+    def _asked(self, name: str, *args: Any) -> Callable[[], Any]:
+        """Send a question; what is returned waits for the answer."""
+        return functools.partial(self._answer, getattr(self.monitor, name).remote(*args))
+
+    def _answer(self, asked: Any) -> Any:
         import ray
 
         try:
-            return _answer_of(getattr(self.monitor, name).remote(*args), self.name)
+            return _answer_of(asked, self.name)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, SessionError) else error from None
         except ray.exceptions.GetTimeoutError:

@@ -235,10 +235,19 @@ class Engine(ABC):
 
     def control(self, name: str, *args: Any) -> list[Any]:
         """Ask every worker on its control lane; a dead one raises WorkerDied."""
+        return self._answers(self._asked(name, *args))
+
+    def controls(self, *names: str) -> list[list[Any]]:
+        """Ask several things at a time, as `control` asks one."""
+        return [self._answers(refs) for refs in [self._asked(name) for name in names]]
+
+    def _asked(self, name: str, *args: Any) -> list[Any]:
+        self._need_built(name)
+        return [actor.control.remote(name, *args) for actor in self._actors]
+
+    def _answers(self, refs: Sequence[Any]) -> list[Any]:
         import ray
 
-        self._need_built(name)
-        refs = [actor.control.remote(name, *args) for actor in self._actors]
         answers = []
         for label, actor, ref in zip(self.labels, self._actors, refs, strict=True):
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ from rlbench.weights.probe import PROBE_OPTIONS, Probe
 from rlbench.weights.sync import (
     allowed_gap,
     asked,
+    engine_event,
     largest_gap,
+    living,
     per_replica,
     replica_logprobs,
     send_while_applying,
@@ -108,12 +110,14 @@ class EngineSource:
 
     def __init__(self, train: TrainEngine, infer: InferenceEngine, version: int | None, adapter: int = 1) -> None:
         self._train, self._infer, self._version = train, infer, version
-        need_weights(train)
         self.dtype, self.adapter = str(train.info["dtype"]), adapter if train.info.get("adapted") else 0
         self.view = views.make("sync")
 
     def facts(self) -> list[Facts]:
-        return asked(self._train, "sync_facts")
+        with living():
+            states, facts = self._train.controls("status", "sync_facts")
+        need_weights(self._train.name, states[0])
+        return list(facts)
 
     def logprobs(self, probe: Probe) -> Steps:
         return (yield Uncut(logprobs_call(self._train, probe, "weight sync: proof")))
@@ -138,10 +142,11 @@ class EngineSource:
     def new_version(self, held: Sequence[int]) -> int:
         return max(held) + 1 if self._version is None else self._version
 
-    def committed(self, version: int, manifest: Manifest) -> None:
+    def events(self, version: int, manifest: Manifest) -> list[dict[str, Any]]:
         # these files outlive the ranks: what a rebuilt trainer may go on from, unless its adapters are merged in them
-        if manifest.transport == "shm" and not self.adapter:
-            self._train.note_staged(version, asdict(manifest.whole()))
+        if manifest.transport != "shm" or self.adapter:
+            return []
+        return [engine_event(self._train.name, self._train.staged_fields(version, manifest.whole()))]
 
 
 class Crossing:
@@ -177,13 +182,13 @@ class Crossing:
             actor.control.remote("give_up_sync", self._infer.name, reason)
 
 
-def need_weights(train: TrainEngine) -> None:
-    """Refuse to read a trainer's weights where they are not whole, or not resident; StateError names the remedy."""
-    status = train.status()
+def need_weights(train: str, status: Mapping[str, Any]) -> None:
+    """Refuse to read the weights of an engine `train` of this status where they are not whole, or not resident;
+    StateError names the remedy."""
     if status["torn"] is not None:
         raise StateError(status["torn"])
     if status["weights"] != "cuda":
-        raise StateError(f"the weights of {train.name} are offloaded: {train.name}.cuda('weights') first")
+        raise StateError(f"the weights of {train} are offloaded: {train}.cuda('weights') first")
 
 
 def copy_weights(source: TrainEngine, target: TrainEngine, transport: str | None = None) -> Chain:
@@ -242,8 +247,8 @@ def _need_copyable(source: TrainEngine, target: TrainEngine, transport: str | No
             f"p2p_weight_sync: {target.name} trains ({', '.join(target.info['optimizer'])}), and an optimizer's state "
             "belongs to its weights. Copy into an engine without one, as a reference is"
         )
-    need_weights(source)
-    need_weights(target)
+    for engine in (source, target):
+        need_weights(engine.name, engine.status())
     if transport not in (None, "shm"):
         raise WeightSyncError(f"transport={transport!r}: between training engines there is 'shm'; leave transport out")
     choose(asked(source, "sync_facts"), asked(target, "sync_facts"), "shm")

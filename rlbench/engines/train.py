@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from rlbench.runtime import cluster
 from rlbench.traces import user_stacklevel
 from rlbench.units import format_bytes
 from rlbench.weights.facts import LOOPBACK
+from rlbench.weights.manifest import Manifest
 from rlbench.weights.sync import Synced
 from rlbench.workers.train.config import EXECUTORS, TrainConfig
 from rlbench.workers.train.namespace import Cell
@@ -65,7 +66,7 @@ class TrainEngine(Engine):
         super().__init__(name, link, config)
         self._module = module
         self._methods: dict[str, Any] = {}
-        self._staged: dict[str, Any] | None = None
+        self._staged: Manifest | None = None
         self._executor = asked or EXECUTORS[0]
         if hasattr(module, "named_parameters"):
             from rlbench.nn import check_module
@@ -285,13 +286,14 @@ class TrainEngine(Engine):
         redefining.add_method(self, fn)
         return fn
 
-    def note_staged(self, version: int, manifest: dict[str, Any]) -> None:
-        """Put on record what lies staged in shared memory; the layout only where it changed: it is journalled."""
+    def staged_fields(self, version: int, manifest: Manifest) -> dict[str, Any]:
+        """Return what goes on record of weights that lie staged in shared memory; the layout only where it changed: it
+        is journalled."""
         fields: dict[str, Any] = {"staged_version": version}
         if manifest != self._staged:
-            fields["staged"] = manifest
-        self.link.engine(self.name, fields)
+            fields["staged"] = asdict(manifest)
         self._staged = manifest
+        return fields
 
     def methods(self) -> list[str]:
         """Names of the callable methods of the user's module."""

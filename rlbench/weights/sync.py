@@ -6,11 +6,12 @@ while replicas apply, where others compute it than who waits.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -27,8 +28,9 @@ from rlbench.weights.transport import Choice, Facts, asked_for, choose
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}
 """Nats; in half precision seven times and more what the tiny model showed on a CPU (0.029 and 0.0072)."""
-APPLYING = "weight sync: applying"
+APPLYING, PROOF = "weight sync: applying", "weight sync: proof"
 Steps = Generator[Any, Any, Any]  # yields what is to be waited for (`.result()`, `.stop()`), and is sent its value
+Event = dict[str, Any]  # that changes a session's state
 
 
 class WeightTarget(Protocol):
@@ -60,7 +62,7 @@ class WeightSource(Protocol):
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps: ...  # bytes sent; so many workers apply
     def release(self, choice: Choice) -> Steps: ...  # frees what was staged for this sync alone
     def new_version(self, held: Sequence[int]) -> int: ...  # where the replicas hold `held`
-    def committed(self, version: int, manifest: Manifest) -> None: ...
+    def events(self, version: int, manifest: Manifest) -> list[Event]: ...  # for the record, once it is proven
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Begun:
     choice: Choice
     probe: Probe
     handover: Handover
+
+    @property
+    def provable(self) -> bool:
+        """Whether the replicas can compute log-probs, or their KV caches are released."""
+        return all(state["kv_cache"] == "cuda" for state in self.held)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def sync_steps(
     begun: Begun = yield from lead(_begin(infer, source.dtype, source.facts(), transport))
     choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
     broadcasts, sent = choice.transport == "broadcast", None
-    meanwhile = source.apart and not broadcasts
+    meanwhile, got = source.apart and not broadcasts, None
     expected = () if meanwhile else (yield from source.logprobs(begun.probe))
     begin = time.perf_counter()
     if broadcasts:
@@ -141,10 +148,11 @@ def sync_steps(
     manifest, staged = replace(manifest, version=version), time.perf_counter()
     try:
         if meanwhile:
-            proof, applied = yield from _applied_and_owed(source, infer, begun, manifest)
+            proof, got, applied = yield from _applied_and_owed(source, infer, begun, manifest)
             seconds = staged - begin + applied
         else:
-            proof = yield from lead(_owe(source, infer, begun, version, expected))
+            proof = _proof(source, begun, version, expected)
+            yield from lead(_owe(infer, proof))
             if broadcasts:
                 sent = yield from source.broadcast(manifest, [facts.workers for facts in begun.replicas])
             else:
@@ -152,7 +160,7 @@ def sync_steps(
             seconds = time.perf_counter() - begin
     finally:
         yield from source.release(choice)
-    gap = yield from lead(_prove(source, infer, begun, proof, manifest))
+    gap = yield from lead(_prove(source, infer, begun, proof, manifest, got))
     return synced(version, manifest, choice.transport, gap, source.dtype, seconds, sent)
 
 
@@ -177,17 +185,20 @@ def synced(
 
 def commit_steps(infer: WeightTarget, proof: dict[str, Any]) -> Steps:
     """Prove what was put on record, commit its version, and return the gap."""
-    probe = Probe.of_rows(proof["tokens"], proof.get("shown", ""))
-    got = yield from replica_logprobs(infer, probe, "weight sync: proof")
-    gap = check_proof(proof, got)
-    states = yield infer.call_all("commit_version", proof["version"], what="weight sync")
-    infer.link.engine(infer.name, {"state": states[0], "proof": None})
+    got = yield from replica_logprobs(infer, Probe.of_rows(proof["tokens"], proof.get("shown", "")), PROOF)
+    gap, state = yield from _committed(infer, proof, got)
+    infer.link.engine(infer.name, {"state": state, "proof": None})
     return gap
 
 
 def replica_logprobs(infer: WeightTarget, probe: Probe, what: str) -> Steps:
     """Return what each replica says of the probe."""
-    return (yield infer.call_all("prompt_logprobs", probe.tokens, *([probe.media] if probe.media else []), what=what))
+    return (yield _logprobs_call(infer, probe, what))
+
+
+def engine_event(name: str, fields: dict[str, Any]) -> Event:
+    """Return the event that sets fields of an engine's record."""
+    return {"do": "engine", "name": name, "fields": fields}
 
 
 def allowed_gap(dtype: str) -> float:
@@ -217,8 +228,15 @@ def check_proof(proof: dict[str, Any], replicas: Sequence[Sequence[np.ndarray]])
 
 def asked(engine: Any, what: str) -> list[Any]:
     """Return one answer per worker; WeightSyncError where one is dead."""
-    try:
+    with living():
         return list(engine.control(what))
+
+
+@contextlib.contextmanager
+def living() -> Iterator[None]:
+    """Have a worker that is dead raise WeightSyncError; nothing has moved yet."""
+    try:
+        yield
     except WorkerDied as error:
         raise WeightSyncError(f"the weights cannot be synced: {error}") from error
 
@@ -285,19 +303,18 @@ def send_while_applying(
 
 
 def _begin(infer: WeightTarget, dtype: str, ranks: list[Facts], transport: str | None) -> Steps:
-    """Refuse what cannot succeed and choose the transport; changes nothing."""
-    held = asked(infer, "status")
+    """Refuse what cannot succeed and choose the transport; changes nothing. A replica answers once it is free."""
     if dtype != infer.info["dtype"]:
         raise StateError(
             f"the trainer computes in {dtype} and the replica in {infer.info['dtype']}, so their log-probs cannot be "
             f"compared: build the InferenceEngine with dtype={dtype!r}"
         )
-    if any(state["weights"] in ("meta", "cpu") for state in held):
-        raise StateError(f"the weights of engine {infer.name!r} are not resident: cuda('weights') on it first")
-    replicas: list[Facts] = asked(infer, "sync_facts")
     delta = bool(infer.info.get("delta"))
-    choice = choose(ranks, replicas, asked_for(transport, delta))
-    yield infer.call_all("begin_sync", what="weight sync")
+    transport = asked_for(transport, delta)
+    with living():
+        answers = yield infer.call_all("begin_sync", what="weight sync")
+    held, replicas = [state for state, _ in answers], [facts for _, facts in answers]
+    choice = choose(ranks, replicas, transport)
     tokens = {str(state["holds"]) for state in held}
     handover = Handover(infer.name, tokens.pop() if len(tokens) == 1 else "", secrets.token_hex(8), delta)
     return Begun(held, ranks, replicas, choice, Probe.of(infer.info), handover)
@@ -313,37 +330,70 @@ def _new_version(source: WeightSource, begun: Begun) -> Steps:
 
 
 def _applied_and_owed(source: WeightSource, infer: WeightTarget, begun: Begun, manifest: Manifest) -> Steps:
-    """Have the replicas apply, and the source compute meanwhile what they will have to prove; return that, and the
-    seconds that applying took. Where the source fails, they hold weights that a sync must prove."""
+    """Have the replicas apply, and compute the proof right behind it where they can, and the source meanwhile what they
+    will have to prove. Return that, what they said (None: it waits for their KV cache), and the seconds that applying
+    took. Where the source fails, they hold weights that a sync must prove."""
     applying = infer.call_all("apply_weights", manifest, what=APPLYING)
+    proving = _logprobs_call(infer, begun.probe, PROOF) if begun.provable else None
     try:
-        expected = yield from source.logprobs(begun.probe)
-        proof = yield from _owe(source, infer, begun, manifest.version, expected)
+        try:
+            expected = yield from source.logprobs(begun.probe)
+        except (Exception, Stopped):
+            yield applying
+            raise
+        proof = _proof(source, begun, manifest.version, expected)
+        owed = infer.link.applying(engine_event(infer.name, {"proof": proof}))
+        seconds = max((yield applying))
     except (Exception, Stopped):
-        yield applying
+        if proving is not None:
+            with contextlib.suppress(Exception, Stopped):  # of weights that nobody asks for any more
+                yield proving
         raise
-    return proof, max((yield applying))
+    got = None if proving is None else (yield proving)
+    owed()
+    return proof, got, seconds
 
 
-def _owe(
-    source: WeightSource, infer: WeightTarget, begun: Begun, version: int, expected: Sequence[np.ndarray]
-) -> Steps:
-    """Put on record what the replicas will have to prove: a driver that dies from now on leaves it behind."""
-    yield from ()
+def _logprobs_call(infer: WeightTarget, probe: Probe, what: str) -> Any:
+    return infer.call_all("prompt_logprobs", probe.tokens, *([probe.media] if probe.media else []), what=what)
+
+
+def _proof(source: WeightSource, begun: Begun, version: int, expected: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return what the replicas will have to prove, as it goes on record."""
     rows = [row.tolist() for row in expected]
     proof = {"version": version, "tokens": begun.probe.tokens, "expected": rows, "dtype": source.dtype}
-    if begun.probe.media:
-        proof["shown"] = begun.probe.kind
+    return proof | ({"shown": begun.probe.kind} if begun.probe.media else {})
+
+
+def _owe(infer: WeightTarget, proof: dict[str, Any]) -> Steps:
+    """Put the proof on record: a driver that dies from now on leaves it behind."""
+    yield from ()
     infer.link.engine(infer.name, {"proof": proof})
-    return proof
 
 
-def _prove(source: WeightSource, infer: WeightTarget, begun: Begun, proof: dict[str, Any], manifest: Manifest) -> Steps:
-    """Compare log-probs and commit the version; where a KV cache is released that waits for it. Return the gap."""
+def _prove(
+    source: WeightSource,
+    infer: WeightTarget,
+    begun: Begun,
+    proof: dict[str, Any],
+    manifest: Manifest,
+    got: Sequence[Sequence[np.ndarray]] | None,
+) -> Steps:
+    """Compare log-probs, which replicas are asked for where they have not `got` them, and commit the version; where a
+    KV cache is released that waits for it. Return the gap."""
     gap = None
-    if all(state["kv_cache"] == "cuda" for state in begun.held):
-        gap = yield from commit_steps(infer, proof)
+    if begun.provable:
+        got = (yield from replica_logprobs(infer, begun.probe, PROOF)) if got is None else got
+        gap, state = yield from _committed(infer, proof, got)
+        fields = {"state": state, "proof": None}
     else:
-        infer.link.engine(infer.name, {"state": infer.status(), "proof": proof})
-    source.committed(int(proof["version"]), manifest)
+        fields = {"state": infer.status(), "proof": proof}
+    infer.link.apply(engine_event(infer.name, fields), *source.events(int(proof["version"]), manifest))
     return gap
+
+
+def _committed(infer: WeightTarget, proof: dict[str, Any], got: Sequence[Sequence[np.ndarray]]) -> Steps:
+    """Check a proof and commit its version; return the gap, and the replicas' status then."""
+    gap = check_proof(proof, got)
+    states = yield infer.call_all("commit_version", proof["version"], what="weight sync")
+    return gap, states[0]

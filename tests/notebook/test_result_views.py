@@ -80,6 +80,7 @@ def test_results_are_read_as_attributes_and_by_name():
     assert MOVED["kv_cache"] == "meta" and MOVED.freed == MOVED["freed"] == 2 * GIB and "kv_cache" in MOVED
     with pytest.raises(KeyError, match="nearest: version"):
         SYNCED["verson"]
+    assert SYNCED.get("verson") is None and SYNCED.get("version") == SYNCED.version and "verson" not in SYNCED
     with pytest.raises(AttributeError, match="nearest: transport"):
         _ = SYNCED.tranport
     assert Names("dropped", ["a"]) == ["a"] and isinstance(PLACE, Result)
@@ -99,6 +100,7 @@ def test_no_verb_returns_a_raw_dict_or_nothing():
         "status",
         "memory",
         "control",
+        "controls",
         "publish_state",
         "discard",
         "complete_names",
@@ -108,7 +110,7 @@ def test_no_verb_returns_a_raw_dict_or_nothing():
         "run_script",
         "follow",
         "replicas_can_sync",
-        "note_staged",
+        "staged_fields",
         "note_info",
         "encoded",
         "define_again",

@@ -230,9 +230,11 @@ class SglangReplica:
         freed = before["rss"] - after["rss"]
         return {**self.state.places, "memory": after, "freed_bytes": freed, "reloaded_from": source}
 
-    def begin_sync(self) -> None:
-        """Refuse a sync that cannot be applied, before the trainer gathers anything. Changes nothing."""
+    def begin_sync(self) -> tuple[dict[str, Any], Facts]:
+        """Refuse a sync that cannot be applied, before the trainer gathers anything; else return `status` and
+        `sync_facts`. Changes nothing."""
         self.state.require_room("p2p_weight_sync")
+        return self.status(), self.sync_facts()
 
     def check_weights(self, manifest: Manifest) -> None:
         """Refuse weights that do not fit, before any is sent. Changes nothing."""

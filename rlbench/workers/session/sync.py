@@ -32,7 +32,7 @@ from rlbench.trainers.passes.forward import PolicyModel, evaluating
 from rlbench.weights import facts
 from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import Probe
-from rlbench.weights.sync import Synced, per_replica, send_while_applying, sync_steps
+from rlbench.weights.sync import Event, Synced, engine_event, per_replica, send_while_applying, sync_steps
 from rlbench.weights.transport import Choice, Facts
 from rlbench.workers.train.stage import WeightSender
 
@@ -47,7 +47,7 @@ class RankSync:
     def __init__(self, engine: Any, session: Any, strategy: StrategyBase) -> None:
         self.engine, self._session, self.strategy = engine, session, strategy
         self._sender: WeightSender | None = None
-        self._noted: dict[str, Any] | None = None
+        self._noted: Manifest | None = None
         uuid = facts.gpu_uuid(strategy.device.device)
         self.facts = Facts(facts.node(), facts.address(), (uuid,) if uuid else ())
         # other strategies of these ranks stage as well; the session's end sweeps what its name starts
@@ -91,16 +91,17 @@ class RankSync:
 
         return led(self.strategy.control, DOING, number)
 
-    def committed(self, module: nn.Module, version: int, manifest: Manifest) -> None:
+    def events(self, module: nn.Module, version: int, manifest: Manifest) -> list[Event]:
         """Of the session's own policy, make the version the session's; note what `session.heal()` may go on from."""
         if getattr(module, "_rank_context", None) is None or self._session.engine != OWN_ENGINE:
-            return
-        self._session.link.set(version=version)
+            return []
+        events: list[Event] = [{"do": "set", "key": "version", "value": version}]
         if manifest.transport == "shm" and not Adapted.of(module):
             fields: dict[str, Any] = {"rank_staged_version": version}
-            if (layout := asdict(manifest.whole())) != self._noted:
-                fields["rank_staged"] = self._noted = layout
-            self._session.link.engine(self._session.engine, fields)
+            if (layout := manifest.whole()) != self._noted:
+                fields["rank_staged"], self._noted = asdict(layout), layout
+            events.append(engine_event(self._session.engine, fields))
+        return events
 
     def _sender_of(self, module: nn.Module) -> WeightSender:
         if self._sender is None or not self._sender.gives(module):
@@ -129,7 +130,7 @@ class ModuleSource:
         self._sends = False
         self.dtype, self.adapter = compute_dtype(module, sync.strategy), sync.adapter(module)
         self.new_version = sync.new_version
-        self.committed = functools.partial(sync.committed, module)
+        self.events = functools.partial(sync.events, module)
 
     def facts(self) -> list[Facts]:
         return self._control.gather(self._sync.facts)
