@@ -28,6 +28,13 @@ class Result(Suggesting, Mapping[str, Any]):
             raise KeyError(f"{name}{nearest(name, values)}; there are {', '.join(values)}")
         return values[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is called so, else the default; a name that is not there is no mistake here, and looked up at once."""
+        return self.named().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.named()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.named())
 

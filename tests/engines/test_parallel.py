@@ -9,6 +9,7 @@ import torch
 
 from rlbench.engines.parallel import NeedParallel, estimated_bytes, row_spans, split_call
 from rlbench.errors import DataError
+from rlbench.weights.manifest import Layout, Manifest
 
 
 @dataclass
@@ -111,3 +112,5 @@ def test_the_size_estimate_sees_through_containers():
     assert estimated_bytes([[1] * 1000] * 1000) > 4 << 20
     assert estimated_bytes([1, "a", None, Asked]) < 1000
     assert estimated_bytes(Asked(big)) >= big.nbytes
+    lies = Layout(1 << 40, [("w", torch.empty(1 << 30, device="meta"))]).buckets
+    assert estimated_bytes(Manifest("shm", lies)) < 1000
