@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.errors import BuildError, nearest, some
+from rlbench.walking import modules_by_path
 
 BASE = ".base_layer"
 NAME = "default"
@@ -42,7 +43,8 @@ class Adapted:
         peft = sys.modules.get("peft.tuners.lora.layer")
         if peft is None:
             return cls()
-        return cls({path: layer for path, layer in module.named_modules() if isinstance(layer, peft.LoraLayer)})
+        layers = modules_by_path(module).items()
+        return cls({path: layer for path, layer in layers if isinstance(layer, peft.LoraLayer)})
 
     def __bool__(self) -> bool:
         return bool(self.layers)

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from rlbench.errors import WeightSyncError, nearest, some
+from rlbench.walking import modules_by_path
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -21,8 +22,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name; a tied one by the name that registered first."""
     persistent = module.state_dict(keep_vars=True)
-    buffers = {name: b for name, b in module.named_buffers(remove_duplicate=True) if name in persistent}
-    return {**dict(module.named_parameters(remove_duplicate=True)), **buffers}
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    seen: set[torch.Tensor | None] = {None}
+    for path, part in modules_by_path(module).items():
+        prefix = f"{path}." if path else ""
+        for own, found in ((part._parameters, parameters), (part._buffers, buffers)):
+            for name, tensor in own.items():
+                if tensor not in seen:
+                    seen.add(tensor)
+                    found[prefix + name] = tensor  # type: ignore[assignment]
+    return {**parameters, **{name: buffer for name, buffer in buffers.items() if name in persistent}}
 
 
 def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rlbench.nn
 from rlbench.errors import WeightSyncError
+from rlbench.walking import modules_by_path
 from rlbench.weights.names import (
     check_names,
     checkpoint_shapes,
@@ -69,6 +70,13 @@ def test_buffers_of_a_checkpoint_are_sent_and_others_are_not() -> None:
     module.weight = torch.nn.Parameter(torch.ones(3))
     assert set(unique_parameters(module)) == {"weight", "kept"}
     assert to_checkpoint_names(module, {"weight": module.weight}) == {"weight": module.weight}
+
+
+def test_modules_are_found_in_torchs_order_each_once() -> None:
+    layer, tree = torch.nn.Linear(2, 2), torch.nn.ModuleDict()
+    tree["b"], tree["a"], tree["again"] = torch.nn.Sequential(torch.nn.ReLU(), layer), torch.nn.Sequential(layer), layer
+    tree.register_module("none", None)
+    assert list(modules_by_path(tree).items()) == list(tree.named_modules())
 
 
 def test_mismatches_are_named() -> None:

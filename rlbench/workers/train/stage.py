@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from rlbench.dispatch.context import current
 from rlbench.errors import EngineError, Stopped, WeightSyncError, nearest
 from rlbench.nn.lora import PEFT_PREFIX, Adapted, plain_name
 from rlbench.nn.quantised import quantised_layers
-from rlbench.strategies.optim.gradients import is_split, numbers_of
+from rlbench.strategies.optim.gradients import numbers_of
 from rlbench.strategies.ranks.control import ControlGroup
 from rlbench.user_code import user_code
 from rlbench.weights.channel import Channel, send
@@ -53,6 +53,7 @@ class WeightSender:
         self._channels: dict[str, Channel] = {}
         self._copies: dict[str, Copies] = {}
         self._sent = Sent(control)
+        self._layers: tuple[tuple[Any, ...], dict[str, str]] | None = None
         self._stoppable = True
         self._failure: Exception | None = None
 
@@ -106,7 +107,7 @@ class WeightSender:
     def give(self, doing: str, take: Callable[[Named], T], adapter: bool = False) -> T | None:
         """Gather all weights by their checkpoint names, or the `adapter` as peft saves it; rank 0 returns what `take`
         gives. Collective."""
-        tensors = self._own_adapter(whole_tensor) if adapter else None
+        tensors = self._own_adapter(whole_tensor, Adapted.of(self._module)) if adapter else None
         return self._consume(doing, whole_tensor, take if self._control.rank == 0 else None, tensors=tensors)
 
     @property
@@ -292,21 +293,33 @@ class WeightSender:
 
     def _adapter_tensors(self, full: Callable[[Tensor], Tensor]) -> Named:
         """The adapter's tensors, on layers called as a checkpoint calls them."""
-        renamed = checkpoint_names(self._module)
-        if renamed is None:
-            raise WeightSyncError(
-                f"{type(self._module).__name__} merges or splits the layers of its checkpoint, so vLLM has none that "
-                "its adapters are on: leave Inference(adapters=…) out, and they are sent merged into the weights"
-            )
-        for name, tensor in self._own_adapter(full):
+        adapted = Adapted.of(self._module)
+        called = self._called(adapted)
+        for name, tensor in self._own_adapter(full, adapted):
             path, _, end = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-            yield f"{PEFT_PREFIX}{renamed[f'{path}.weight'].removesuffix('.weight')}.lora_{end}", tensor
+            yield f"{PEFT_PREFIX}{called[path]}.lora_{end}", tensor
 
-    def _own_adapter(self, full: Callable[[Tensor], Tensor]) -> Named:
+    def _called(self, adapted: Adapted) -> dict[str, str]:
+        """Return what a checkpoint calls each adapted layer, which is found out once for the same layers: it takes
+        longer than all else of a small adapter."""
+        key = (type(self._module), *adapted.layers)
+        if self._layers is None or self._layers[0] != key:
+            renamed = checkpoint_names(self._module)
+            if renamed is None:
+                raise WeightSyncError(
+                    f"{type(self._module).__name__} merges or splits the layers of its checkpoint, so vLLM has none "
+                    "that its adapters are on: leave Inference(adapters=…) out, and they are sent merged into the "
+                    "weights"
+                )
+            names = {path: renamed[f"{path}.weight"].removesuffix(".weight") for path in adapted.layers}
+            self._layers = key, names
+        return self._layers[1]
+
+    def _own_adapter(self, full: Callable[[Tensor], Tensor], adapted: Adapted) -> Named:
         """The adapter's tensors as peft saves them."""
         self._vote(None)
-        for name, tensor in Adapted.of(self._module).peft_parameters():
-            yield name, full(tensor.detach())
+        for name, tensor in adapted.peft_parameters():
+            yield name, full(tensor).detach()  # of a DTensor `detach` takes longer than the rest
         self._vote(None)
 
     def _full_tensors(self, full: Callable[[Tensor], Tensor], left_out: Set[str] = frozenset()) -> Named:
@@ -325,7 +338,7 @@ class WeightSender:
                 self._vote(failure)
                 since_vote = 0
             since_vote += numbers_of([tensor]) * tensor.element_size()  # on all ranks alike
-            mapped: tuple[str, Tensor] | None = (name, tensor if is_split(tensor) else tensor.detach())
+            mapped: tuple[str, Tensor] | None = (name, tensor)
             if hook and name in parameters:  # the plain one only gathers, which `full` does, or need not
                 try:
                     with user_code():
@@ -333,7 +346,7 @@ class WeightSender:
                 except Exception as error:  # a user's hook: the next vote ends the sync
                     failure, mapped = error, None
             if mapped is not None and mapped[0] not in adapters:  # a hook may pass on what no checkpoint has
-                whole = full(mapped[1])
+                whole = full(mapped[1]).detach()  # of a DTensor, before, that takes longer than the rest
                 if adapters and not own:
                     mapped, whole = (plain_name(name), whole), adapted.merged(name, whole, full)
                 moved += whole.nbytes
