@@ -3,7 +3,8 @@
 vLLM finds the place of each tensor by name, counts what it loads on meta, and takes each layer apart and puts it
 together again: at 10 M parameters that is half of an update. What it found stays true: which parameter a tensor goes
 to, by which loader of vLLM's and with which arguments (q, k or v). An update by all weights is noted; those after it
-that bring the same names, types and shapes call these loaders, and then pack what vLLM packs.
+that bring the same names, types and shapes call these loaders, and then pack what vLLM packs: straight out of what was
+staged where a weight lies there as it is packed (gate and up, say, behind each other), as the second update has seen.
 
 Whether that is done is decided here alone (`Direct.update`). By vLLM's own reload go: the first update, another set of
 tensors; models whose loader makes other tensors of those that come, classes that are not
@@ -147,9 +148,11 @@ def is_plain(layer: torch.nn.Module, places: Iterable[Place]) -> bool:
 class Straight:
     """An update by the places that were noted; of some of the weights where it is a `part`."""
 
-    def __init__(self, places: Places, part: bool) -> None:
+    def __init__(self, places: Places, stacked: dict[torch.nn.Module, bool], part: bool) -> None:
+        """See above; `stacked`: of layers whether a packed weight is its tensors behind each other, where known."""
         self._places = places
         self._layers = {name: layer for layer, own in places.items() for name in own}
+        self._stacked = stacked
         self._waiting: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         self._missing = set() if part else set(self._layers)
 
@@ -167,15 +170,32 @@ class Straight:
     def _fill(self, layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         own = dict(layer._parameters)
         try:
-            for name, place in self._places[layer].items():
-                parameter: Any = layer._parameters[place.parameter]
-                if parameter.shape != place.like.shape:  # it is packed, and kept as that alone
-                    parameter = layer._parameters[place.parameter] = materialize_meta_tensor(place.like)
-                place.fill(parameter, tensors[name])
+            for parameter in {place.parameter for place in self._places[layer].values()}:
+                places = {name: place for name, place in self._places[layer].items() if place.parameter == parameter}
+                self._set(layer, parameter, places, tensors)
             if (method := getattr(layer, "quant_method", None)) is not None:
                 method.process_weights_after_loading(layer)
         finally:
             layer._parameters.update(own)
+
+    def _set(
+        self, layer: torch.nn.Module, name: str, places: dict[str, Place], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Load the tensors of one parameter; of one that is packed, and kept as that alone, its weight as it was before
+        that: where it is what lies there, in one piece, it is not copied."""
+        parameter: Any = layer._parameters[name]
+        like = next(iter(places.values())).like
+        packed = parameter.shape != like.shape
+        whole = in_one_piece([tensors[source] for source in places]) if packed else None
+        if whole is not None and self._stacked.get(layer):
+            layer._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+            return
+        if packed:
+            parameter = layer._parameters[name] = materialize_meta_tensor(like)
+        for source, place in places.items():
+            place.fill(parameter, tensors[source])
+        if whole is not None and layer not in self._stacked:
+            self._stacked[layer] = whole.dtype == parameter.dtype and torch.equal(whole, parameter)
 
     def loaded(self) -> PartlyLoaded:
         """Return how many elements came of each layer of which some came, but not all."""
@@ -194,6 +214,18 @@ class Straight:
             raise WeightSyncError(f"not all weights came, as was said: {some(sorted(self._missing))} did not")
 
 
+def in_one_piece(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors that lie behind each other in memory as one, their rows in that order; None where they do not."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        alike = (tensor.dtype, tensor.shape[1:]) == (first.dtype, first.shape[1:]) and tensor.is_contiguous()
+        if not (same and alike and tensor.data_ptr() == end):
+            return None
+        end += tensor.nbytes
+    return first.as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
+
+
 class Direct:
     """Opens the updates of a model: by vLLM's reload, or straight."""
 
@@ -201,16 +233,17 @@ class Direct:
         self._model, self._config, self._padded = model, config, padded
         self._layout = 0
         self._places: Places | None = None
+        self._stacked: dict[torch.nn.Module, bool] = {}
 
     def update(self, part: bool, layout: int) -> Reload | Straight:
         """Open an update, by some of the weights where it is a `part`; `layout`: a hash of all names, types and shapes
         that are loaded then, those before among them where this is a part; 0: they go by vLLM's reload."""
         if layout and layout == self._layout and self._places is not None:
-            return Straight(self._places, part)
+            return Straight(self._places, self._stacked, part)
         if part or not layout or layout == self._layout:
             return Reload(self._model, self._config, part, self._padded)
         return Recording(self._model, self._config, self._padded, partial(self._keep, layout))
 
     def _keep(self, layout: int, places: Places | None) -> None:
         """Take in what was noted of a whole update by these tensors, None where it was not all that it did."""
-        self._layout, self._places = layout, places
+        self._layout, self._places, self._stacked = layout, places, {}

@@ -125,10 +125,16 @@ def by_loader(replica: VllmReplica, monkeypatch: pytest.MonkeyPatch) -> list[int
 def test_later_weights_go_straight_to_where_the_first_went(
     replica: VllmReplica, model: PreTrainedModel, stage: ShmStage, by_loader: list[int]
 ) -> None:
-    """All of them, and a layer's alone."""
+    """All of them, packed out of one bucket too where they lie behind each other, and a layer's alone."""
     replica.apply_weights(staged(stage, model))
-    replica.commit_version(15)
+    replica.commit_version(12)
     by_loader.clear()
+    one_bucket = ShmStage(f"rlbench-test-{uuid.uuid4().hex[:8]}")
+    for version in (13, 14, 15):  # the first of them sees which do
+        replica.apply_weights(staged(one_bucket, changed(model, 0.99)))
+        assert gap(replica, model) <= 1e-4
+        replica.commit_version(version)
+    one_bucket.close()
     whole = replace(staged(stage, changed(model, 1.02)), token="straight")
     replica.apply_weights(whole)
     assert gap(replica, model) <= 1e-4
