@@ -13,6 +13,7 @@ from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.dispatch.pending import Pending
 from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
+from rlbench.weights.crossing import per_replica, send_while_applying
 from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import PROBE_OPTIONS, Probe
 from rlbench.weights.sync import (
@@ -21,9 +22,7 @@ from rlbench.weights.sync import (
     engine_event,
     largest_gap,
     living,
-    per_replica,
     replica_logprobs,
-    send_while_applying,
     sync_steps,
     synced,
 )

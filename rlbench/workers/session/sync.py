@@ -30,9 +30,10 @@ from rlbench.strategies.memory.offloading import kept_on_host, reshard
 from rlbench.strategies.memory.owners import weight_tensors
 from rlbench.trainers.passes.forward import PolicyModel, evaluating
 from rlbench.weights import facts
+from rlbench.weights.crossing import per_replica, send_while_applying
 from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import Probe
-from rlbench.weights.sync import Event, Synced, engine_event, per_replica, send_while_applying, sync_steps
+from rlbench.weights.sync import Event, Synced, engine_event, sync_steps
 from rlbench.weights.transport import Choice, Facts
 from rlbench.workers.train.stage import WeightSender
 
