@@ -129,10 +129,11 @@ def sync_steps(
     lead: Callable[[Steps], Steps] = lambda steps: steps,
 ) -> Steps:
     """Bring a trainer's weights to the replicas; return `Synced`. `lead` runs steps on the rank that speaks for all."""
-    begun: Begun = yield from lead(_begin(infer, source.dtype, source.facts(), transport))
+    ranks = None if source.apart else source.facts()  # a collective of those that take these steps
+    begun: Begun = yield from lead(_begin(infer, source, ranks, transport))
     choice, adapter = begun.choice, source.adapter if infer.info.get("adapters") else 0
     broadcasts, sent = choice.transport == "broadcast", None
-    meanwhile, got = source.apart and not broadcasts, None
+    meanwhile, got, owed = source.apart and not broadcasts, None, None
     expected = () if meanwhile else (yield from source.logprobs(begun.probe))
     begin = time.perf_counter()
     if broadcasts:
@@ -145,7 +146,7 @@ def sync_steps(
     manifest, staged = replace(manifest, version=version), time.perf_counter()
     try:
         if meanwhile:
-            proof, got, applied = yield from _applied_and_owed(source, infer, begun, manifest)
+            proof, got, applied, owed = yield from _applied_and_owed(source, infer, begun, manifest)
             seconds = staged - begin + applied
         else:
             proof = _proof(source, begun, version, expected)
@@ -157,7 +158,7 @@ def sync_steps(
             seconds = time.perf_counter() - begin
     finally:
         yield from source.release(choice)
-    gap = yield from lead(_prove(source, infer, begun, proof, manifest, got))
+    gap = yield from lead(_prove(source, infer, begun, proof, manifest, got, owed))
     return synced(version, manifest, choice.transport, gap, source.dtype, seconds, sent)
 
 
@@ -253,8 +254,10 @@ def _group_options(to: str, begun: Begun) -> dict[str, Any]:
     }
 
 
-def _begin(infer: WeightTarget, dtype: str, ranks: list[Facts], transport: str | None) -> Steps:
-    """Refuse what cannot succeed and choose the transport; changes nothing. A replica answers once it is free."""
+def _begin(infer: WeightTarget, source: WeightSource, ranks: list[Facts] | None, transport: str | None) -> Steps:
+    """Refuse what cannot succeed and choose the transport; changes nothing. A replica answers once it is free; ranks of
+    which nothing is known yet are asked meanwhile."""
+    dtype = source.dtype
     if dtype != infer.info["dtype"]:
         raise StateError(
             f"the trainer computes in {dtype} and the replica in {infer.info['dtype']}, so their log-probs cannot be "
@@ -263,7 +266,9 @@ def _begin(infer: WeightTarget, dtype: str, ranks: list[Facts], transport: str |
     delta = bool(infer.info.get("delta"))
     transport = asked_for(transport, delta)
     with living():
-        answers = yield infer.call_all("begin_sync", what="weight sync")
+        asking = infer.call_all("begin_sync", what="weight sync")
+        ranks = source.facts() if ranks is None else ranks
+        answers = yield asking
     held, replicas = [state for state, _ in answers], [facts for _, facts in answers]
     choice = choose(ranks, replicas, transport)
     tokens = {str(state["holds"]) for state in held}
@@ -282,8 +287,8 @@ def _new_version(source: WeightSource, begun: Begun) -> Steps:
 
 def _applied_and_owed(source: WeightSource, infer: WeightTarget, begun: Begun, manifest: Manifest) -> Steps:
     """Have the replicas apply, and compute the proof right behind it where they can, and the source meanwhile what they
-    will have to prove. Return that, what they said (None: it waits for their KV cache), and the seconds that applying
-    took. Where the source fails, they hold weights that a sync must prove."""
+    will have to prove. Return that, what they said (None: it waits for their KV cache), the seconds that applying took,
+    and what waits until the proof is on record. Where the source fails, they hold weights that a sync must prove."""
     applying = infer.call_all("apply_weights", manifest, what=APPLYING)
     proving = _logprobs_call(infer, begun.probe, PROOF) if begun.provable else None
     try:
@@ -301,8 +306,7 @@ def _applied_and_owed(source: WeightSource, infer: WeightTarget, begun: Begun, m
                 yield proving
         raise
     got = None if proving is None else (yield proving)
-    owed()
-    return proof, got, seconds
+    return proof, got, seconds, owed
 
 
 def _logprobs_call(infer: WeightTarget, probe: Probe, what: str) -> Any:
@@ -329,9 +333,10 @@ def _prove(
     proof: dict[str, Any],
     manifest: Manifest,
     got: Sequence[Sequence[np.ndarray]] | None,
+    owed: Callable[[], Any] | None,
 ) -> Steps:
     """Compare log-probs, which replicas are asked for where they have not `got` them, and commit the version; where a
-    KV cache is released that waits for it. Return the gap."""
+    KV cache is released that waits for it. Return the gap. `owed` waits until the proof is on record."""
     gap = None
     if begun.provable:
         got = (yield from replica_logprobs(infer, begun.probe, PROOF)) if got is None else got
@@ -339,6 +344,8 @@ def _prove(
         fields = {"state": state, "proof": None}
     else:
         fields = {"state": infer.status(), "proof": proof}
+    if owed is not None:
+        owed()  # before what takes it off again
     infer.link.apply(engine_event(infer.name, fields), *source.events(int(proof["version"]), manifest))
     return gap
 
