@@ -17,11 +17,20 @@ from rlbench.errors import WeightSyncError, nearest, some
 from rlbench.walking import modules_by_path
 
 Shapes = Mapping[str, tuple[int, ...]]
+NAMING = ("named_modules", "named_parameters", "named_buffers")
 
 
 def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name; a tied one by the name that registered first."""
     persistent = module.state_dict(keep_vars=True)
+    parameters, buffers = _named(module)
+    return {**parameters, **{name: buffer for name, buffer in buffers.items() if name in persistent}}
+
+
+def _named(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return all parameters and buffers, each once; of a class that names its own (FSDP1's) as that does."""
+    if any(getattr(type(module), name) is not getattr(torch.nn.Module, name) for name in NAMING):
+        return dict(module.named_parameters()), dict(module.named_buffers())
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
     seen: set[torch.Tensor | None] = {None}
@@ -32,7 +41,7 @@ def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
                 if tensor not in seen:
                     seen.add(tensor)
                     found[prefix + name] = tensor  # type: ignore[assignment]
-    return {**parameters, **{name: buffer for name, buffer in buffers.items() if name in persistent}}
+    return parameters, buffers
 
 
 def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

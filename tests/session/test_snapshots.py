@@ -120,12 +120,12 @@ def test_a_step_asks_the_ranks_and_the_monitor_twice(session, batch, monkeypatch
         own = getattr(link, name)
         return lambda self, *args, **kwargs: calls.append(name) or own(self, *args, **kwargs)
 
-    for name in ("_ask", "submit"):
+    for name in ("_asked", "submit"):
         monkeypatch.setattr(link, name, counted(name))
     step, version = session.core.step, session.core.version
     calls.clear()
     metrics = session.train_step(batch)
-    assert sorted(calls) == ["_ask", "_ask", "submit", "submit"]
+    assert sorted(calls) == ["_asked", "_asked", "submit", "submit"]
     assert (metrics.step, metrics.version) == (step + 1, version + 1) == (session.core.step, session.core.version)
     assert session.history[-1]["seconds"]["copies"] > 0
 

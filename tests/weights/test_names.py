@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rlbench.nn
@@ -77,6 +80,14 @@ def test_modules_are_found_in_torchs_order_each_once() -> None:
     tree["b"], tree["a"], tree["again"] = torch.nn.Sequential(torch.nn.ReLU(), layer), torch.nn.Sequential(layer), layer
     tree.register_module("none", None)
     assert list(modules_by_path(tree).items()) == list(tree.named_modules())
+
+
+def test_a_class_that_names_its_parameters_is_asked() -> None:
+    class Wrapping(nn.Linear):
+        def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            return ((f"plain.{name}", parameter) for name, parameter in super().named_parameters(*args, **options))
+
+    assert list(unique_parameters(Wrapping(2, 3))) == ["plain.weight", "plain.bias"]
 
 
 def test_mismatches_are_named() -> None:

@@ -284,7 +284,7 @@ def test_stopping_keeps_every_token_drawn_and_leaves_the_engine_usable(
     assert reports[0]["running"] > 0
     assert replica.status()["running"] == 0
     assert not replica.built.has_unfinished_requests()
-    called._stop.clear()
+    called._stop = False
     assert len(lane(replica.generate, job([[1, 2]])).keys) == 1
 
 
