@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from rlbench.errors import BuildError, nearest, some
-from rlbench.walking import modules_by_path
 
 BASE = ".base_layer"
 NAME = "default"
@@ -43,8 +42,7 @@ class Adapted:
         peft = sys.modules.get("peft.tuners.lora.layer")
         if peft is None:
             return cls()
-        layers = modules_by_path(module).items()
-        return cls({path: layer for path, layer in layers if isinstance(layer, peft.LoraLayer)})
+        return cls({path: layer for path, layer in module.named_modules() if isinstance(layer, peft.LoraLayer)})
 
     def __bool__(self) -> bool:
         return bool(self.layers)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rlbench.errors import BuildError
-from rlbench.walking import modules_by_path
 
 BLOCK = 64
 KINDS = ("nf4", "int8")
@@ -112,7 +111,7 @@ def quantise(module: nn.Module, kind: str) -> None:
 
 def quantised_layers(module: nn.Module) -> dict[str, QuantisedLinear]:
     """Return the quantised layers by path."""
-    return {path: layer for path, layer in modules_by_path(module).items() if isinstance(layer, QuantisedLinear)}
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, QuantisedLinear)}
 
 
 _codes: dict[tuple[str, torch.device], Tensor] = {}

@@ -14,34 +14,15 @@ import torch
 from safetensors import safe_open
 
 from rlbench.errors import WeightSyncError, nearest, some
-from rlbench.walking import modules_by_path
 
 Shapes = Mapping[str, tuple[int, ...]]
-NAMING = ("named_modules", "named_parameters", "named_buffers")
 
 
 def unique_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name; a tied one by the name that registered first."""
     persistent = module.state_dict(keep_vars=True)
-    parameters, buffers = _named(module)
-    return {**parameters, **{name: buffer for name, buffer in buffers.items() if name in persistent}}
-
-
-def _named(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return all parameters and buffers, each once; of a class that names its own (FSDP1's) as that does."""
-    if any(getattr(type(module), name) is not getattr(torch.nn.Module, name) for name in NAMING):
-        return dict(module.named_parameters()), dict(module.named_buffers())
-    parameters: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    seen: set[torch.Tensor | None] = {None}
-    for path, part in modules_by_path(module).items():
-        prefix = f"{path}." if path else ""
-        for own, found in ((part._parameters, parameters), (part._buffers, buffers)):
-            for name, tensor in own.items():
-                if tensor not in seen:
-                    seen.add(tensor)
-                    found[prefix + name] = tensor  # type: ignore[assignment]
-    return parameters, buffers
+    buffers = {name: b for name, b in module.named_buffers(remove_duplicate=True) if name in persistent}
+    return {**dict(module.named_parameters(remove_duplicate=True)), **buffers}
 
 
 def to_checkpoint_names(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

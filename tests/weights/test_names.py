@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rlbench.nn
 from rlbench.errors import WeightSyncError
-from rlbench.walking import modules_by_path
 from rlbench.weights.names import (
     check_names,
     checkpoint_shapes,
@@ -73,21 +69,6 @@ def test_buffers_of_a_checkpoint_are_sent_and_others_are_not() -> None:
     module.weight = torch.nn.Parameter(torch.ones(3))
     assert set(unique_parameters(module)) == {"weight", "kept"}
     assert to_checkpoint_names(module, {"weight": module.weight}) == {"weight": module.weight}
-
-
-def test_modules_are_found_in_torchs_order_each_once() -> None:
-    layer, tree = torch.nn.Linear(2, 2), torch.nn.ModuleDict()
-    tree["b"], tree["a"], tree["again"] = torch.nn.Sequential(torch.nn.ReLU(), layer), torch.nn.Sequential(layer), layer
-    tree.register_module("none", None)
-    assert list(modules_by_path(tree).items()) == list(tree.named_modules())
-
-
-def test_a_class_that_names_its_parameters_is_asked() -> None:
-    class Wrapping(nn.Linear):
-        def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            return ((f"plain.{name}", parameter) for name, parameter in super().named_parameters(*args, **options))
-
-    assert list(unique_parameters(Wrapping(2, 3))) == ["plain.weight", "plain.bias"]
 
 
 def test_mismatches_are_named() -> None:
