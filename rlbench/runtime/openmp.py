@@ -40,7 +40,13 @@ def load() -> bool:
     return True
 
 
-def drop_note() -> None:
-    """Remove the file in shared memory by which the runtime would see that this process has loaded it twice: made where
-    torch is loaded and in each fork, it would stay where the process is killed."""
+def leave_no_notes() -> None:
+    """Remove, of this process and of all its forks, the file in shared memory by which the runtime would see that a
+    process has loaded it twice: it would stay where that is killed or becomes another program. To be called once torch
+    is loaded, whose own work in a fork has the runtime begin there."""
+    _drop_note()
+    os.register_at_fork(after_in_child=_drop_note)
+
+
+def _drop_note() -> None:
     (NOTES / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)

@@ -113,7 +113,6 @@ class Nursery:
 def serve_job(warm: socket.socket, set_by_imports: dict[str, str]) -> NoReturn:
     """Be a nursery: import, under the environment of the first that asks, what reads its job there; fork a worker for
     each that the warm process hands over, until that closes the connection."""
-    openmp.drop_note()
     ready, folder = False, sys.path[0]
     try:
         while True:
@@ -163,7 +162,7 @@ def preload() -> dict[str, str]:
     changed = _imported(PRELOADED)
     del sys.modules["ray"]
     gc.enable()
-    openmp.drop_note()
+    openmp.leave_no_notes()
     return changed
 
 
@@ -205,7 +204,6 @@ def become_worker(
 ) -> NoReturn:
     """Be, in a fork, Ray's worker in the place of the process that asks: with its arguments, environment and files."""
     status = 1
-    openmp.drop_note()
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)

@@ -1,6 +1,7 @@
 """The OpenMP runtime of workers: which it is, what it reads, and that numbers do not depend on it."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,10 +66,11 @@ def test_a_worker_computes_with_it_on_all_cores_what_torchs_own_computes_and_lea
         def facts(self):
             with open("/proc/self/maps") as maps:
                 loaded = "libiomp5" in maps.read()
-            return computed(), loaded, os.getpid(), len(os.sched_getaffinity(0))
+            child = subprocess.Popen(["true"], preexec_fn=os.getpid)  # which forks, as a data loader's workers do
+            child.wait()
+            return computed(), loaded, [os.getpid(), os.getppid(), child.pid], len(os.sched_getaffinity(0))
 
     processes = [Process.remote() for _ in range(2)]  # of which one may be the cluster's first
-    bits, loaded, pid, cores = ray.get([process.facts.remote() for process in processes])[1]
+    bits, loaded, pids, cores = ray.get([process.facts.remote() for process in processes])[1]
     assert loaded and bits == numbers() and cores == len(os.sched_getaffinity(0))
-    ours = [pid, os.getpid()]
-    assert not [note for note in openmp.NOTES.glob("__KMP_REGISTERED_LIB_*") if int(note.name.split("_")[-2]) in ours]
+    assert not [note for note in openmp.NOTES.glob("__KMP_REGISTERED_LIB_*") if int(note.name.split("_")[-2]) in pids]
