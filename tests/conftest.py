@@ -51,10 +51,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # no example has a limit of time; in CI the examples are the same in every run
 hypothesis.settings.register_profile("rlbench", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("rlbench")
-os.environ |= {
-    "OMP_WAIT_POLICY": "passive",
-    "KMP_BLOCKTIME": "0",
-}  # before torch: tests share the cores, and must not spin
+# before torch: tests share the cores, and engines in one process take turns: no thread may spin
+os.environ |= {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
 NONE_OF = r"not \w+( and not \w+)*"
 MARK = r"pytest\.mark\.(\w+)"

@@ -15,6 +15,7 @@ always do.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -149,7 +150,8 @@ class Straight:
     """An update by the places that were noted; of some of the weights where it is a `part`."""
 
     def __init__(self, places: Places, stacked: dict[torch.nn.Module, bool], part: bool) -> None:
-        """See above; `stacked`: of layers whether a packed weight is its tensors behind each other, where known."""
+        """See above; `stacked`: of layers, where known, whether a weight is its tensors behind each other and is packed
+        into a copy."""
         self._places = places
         self._layers = {name: layer for layer, own in places.items() for name in own}
         self._stacked = stacked
@@ -168,13 +170,16 @@ class Straight:
                 self._fill(layer, self._waiting.pop(layer))
 
     def _fill(self, layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        own = dict(layer._parameters)
+        own, known = dict(layer._parameters), layer in self._stacked
         try:
             for parameter in {place.parameter for place in self._places[layer].values()}:
                 places = {name: place for name, place in self._places[layer].items() if place.parameter == parameter}
                 self._set(layer, parameter, places, tensors)
+            unpacked = layer._parameters.get("weight")
             if (method := getattr(layer, "quant_method", None)) is not None:
                 method.process_weights_after_loading(layer)
+            if not known and self._stacked.get(layer):
+                self._stacked[layer] = unpacked is not None and is_copied(layer, unpacked)
         finally:
             layer._parameters.update(own)
 
@@ -212,6 +217,18 @@ class Straight:
             raise mixed_layers(loaded)
         if self._missing:
             raise WeightSyncError(f"not all weights came, as was said: {some(sorted(self._missing))} did not")
+
+
+def is_copied(layer: torch.nn.Module, unpacked: torch.Tensor) -> bool:
+    """Whether what a layer computes with is a copy of the weight that it was packed from, which is lost to find out:
+    some of vLLM's kernels go on with that one, and what was staged is written over."""
+    linear: Any = getattr(layer, "cpu_linear", None)
+    if linear is None:
+        return False
+    one = torch.ones(1, unpacked.shape[-1], dtype=unpacked.dtype)
+    before = linear(one, layer._parameters["weight"], None)
+    unpacked.fill_(math.nan)
+    return torch.equal(linear(one, layer._parameters["weight"], None), before)
 
 
 def in_one_piece(tensors: list[torch.Tensor]) -> torch.Tensor | None:

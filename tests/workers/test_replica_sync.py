@@ -134,6 +134,8 @@ def test_later_weights_go_straight_to_where_the_first_went(
         replica.apply_weights(staged(one_bucket, changed(model, 0.99)))
         assert gap(replica, model) <= 1e-4
         replica.commit_version(version)
+    one_bucket.rewrite((name, torch.zeros_like(tensor)) for name, tensor in unique_parameters(model).items())
+    assert gap(replica, model) <= 1e-4, "what was staged is written over, and nothing computes with it any more"
     one_bucket.close()
     whole = replace(staged(stage, changed(model, 1.02)), token="straight")
     replica.apply_weights(whole)
@@ -399,6 +401,24 @@ def test_reload_returns_to_the_checkpoint(
     replica.commit_version(70)
     assert replica.reload()["version"] == 0
     assert gap(replica, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)) <= 1e-4
+
+
+def test_a_layer_that_goes_on_with_the_weight_it_is_made_of_is_told_from_one_that_packs_it(
+    replica: VllmReplica,
+) -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    from rlbench.weights.vllm_direct import is_copied
+
+    for packs in (True, False):
+        layer = torch.nn.Linear(64, 32, bias=False).requires_grad_(False)
+        weight = layer.weight
+        if packs:
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        else:
+            layer.cpu_linear = lambda x, _, bias, weight=weight: torch.nn.functional.linear(x, weight, bias)
+        assert is_copied(layer, weight) is packs
+    assert not is_copied(torch.nn.Linear(2, 2), weight)
 
 
 def test_weights_that_were_not_proven_are_followed_by_some_that_vllms_own_loader_loads(
