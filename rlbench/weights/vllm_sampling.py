@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.logprobs import FlatLogprobs
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 SEEDS = 2**31  # vLLM's kernel for a host takes a seed below this for each sample
 _update = LogprobsProcessor._update_sample_logprobs
+_allocate = KVCacheManager.allocate_slots
 
 
 def draw_by_seeds(sampler: TopKTopPSampler) -> None:
@@ -65,3 +69,34 @@ def _record(self: Any, logprobs: LogprobsLists) -> None:
         flat.ranks.append(rank)
         flat.decoded_tokens.append(None)
         flat.end_indices.append(at + 1)
+
+
+def allocate_by_blocks() -> None:
+    """Have vLLM's scheduler in this process look for room in the KV cache only where a sample's last block is full."""
+    KVCacheManager.allocate_slots = _allocate_where_full
+
+
+def _allocate_where_full(
+    self: Any, request: Request, num_new_tokens: int, *args: Any, **options: Any
+) -> KVCacheBlocks | None:
+    """Allocate as vLLM does; of a running request whose blocks have room for its next tokens nothing is to be done."""
+    if not args and not any(options.values()) and num_new_tokens > 0 and _has_room(self, request, num_new_tokens):
+        return self.empty_kv_cache_blocks
+    return _allocate(self, request, num_new_tokens, *args, **options)
+
+
+def _has_room(kept: Any, request: Request, tokens: int) -> bool:
+    """Whether a running request's blocks hold so many more tokens, and none that is full by then has yet to be known
+    by its tokens; False of a cache other than that of full attention, one block of it a hash."""
+    manager, identity = kept.coordinator.single_type_managers[0], request.request_id
+    size = manager.block_size
+    is_plain = kept.num_kv_cache_groups == 1 and type(manager) is FullAttentionManager and not manager._partial_hit_reqs
+    if not is_plain or size != kept.block_pool.hash_block_size or request.status != RequestStatus.RUNNING:
+        return False
+    whole, blocks = request.num_computed_tokens + tokens, manager.req_to_blocks.get(identity, ())
+    if whole > size * len(blocks):
+        return False
+    return (
+        not manager.enable_caching
+        or manager.num_cached_block.get(identity, 0) >= min(whole, request.num_tokens) // size
+    )

@@ -71,3 +71,68 @@ def test_what_is_recorded_of_a_sample_is_what_vllm_records(others: int, flat: bo
             update(processor, step)
         recorded.append((processor.cumulative_logprob, processor.logprobs))
     assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_get_the_blocks_that_vllm_gives_them(caching: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks, samples of different lengths, one after the other out of a cache that is too small for all:
+    blocks, what is known of them and what is free are the same after each call, and few calls go vLLM's long way."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from rlbench.weights import vllm_sampling
+
+    stock = vllm_sampling._allocate
+    long_ways: list[int] = []
+    monkeypatch.setattr(vllm_sampling, "_allocate", lambda *a, **k: (long_ways.append(1), stock(*a, **k))[1])
+    seen = []
+    for allocate in (stock, vllm_sampling._allocate_where_full):
+        monkeypatch.setattr(KVCacheManager, "allocate_slots", allocate)
+        seen.append(_blocks_of_samples(caching))
+    assert seen[0] == seen[1]
+    assert len(long_ways) < 0.6 * len(seen[1])
+    assert any(known for _, _, known, _ in seen[1]) == caching
+
+
+def _blocks_of_samples(caching: bool) -> list[Any]:
+    """Schedule six requests by turns; return what each call gave, and how the cache was after it."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request, RequestStatus
+
+    block, draws = 4, np.random.default_rng(0)
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cache = KVCacheManager(KVCacheConfig(24, [], [KVCacheGroupSpec(["layer"], spec)]), 64, block, block, None, caching)
+    manager, steps = cache.coordinator.single_type_managers[0], []
+    hasher = get_request_block_hasher(block, sha256) if caching else None
+
+    def note(request: Request, given: Any) -> bool:
+        held = [one.block_id for one in manager.req_to_blocks[request.request_id]]
+        ids = None if given is None else given.get_block_ids()
+        steps.append((ids, held, dict(manager.num_cached_block), cache.block_pool.get_num_free_blocks()))
+        return given is not None
+
+    requests = []
+    for number in range(6):
+        prompt = [1, 2, 3, 4, 5, *draws.integers(9, size=draws.integers(1, 12)).tolist()]  # the first block is shared
+        request = Request(str(number), prompt, SamplingParams(max_tokens=40), None, block_hasher=hasher)
+        shared, known, *_ = cache.get_computed_blocks(request)
+        first = min(6, len(prompt) - known)
+        assert note(request, cache.allocate_slots(request, first, known, shared))
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, known + first
+        requests.append(request)
+    for _ in range(40):
+        for request in list(requests):
+            left = request.num_tokens - request.num_computed_tokens
+            new = min(3, left) if left else 1
+            if not left:
+                request.append_output_token_ids(int(draws.integers(9)))
+            if note(request, cache.allocate_slots(request, new, num_lookahead_tokens=0)):
+                request.num_computed_tokens += new
+            else:  # the cache is full: it makes room for the others
+                cache.free(request)
+                requests.remove(request)
+    return steps

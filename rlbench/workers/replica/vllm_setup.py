@@ -67,7 +67,7 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlbench.weights.vllm_names import named_locks, unname_shared_memory
-    from rlbench.weights.vllm_sampling import record_sampled_alone
+    from rlbench.weights.vllm_sampling import allocate_by_blocks, record_sampled_alone
 
     check_routing(config)
     use_threads(thread_count(config))
@@ -75,6 +75,7 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
         inspect_models_here()
     register_models(config.models)
     record_sampled_alone()
+    allocate_by_blocks()
     current().report(phase="building vLLM: weights, KV cache")
     others = named_locks()
     try:
