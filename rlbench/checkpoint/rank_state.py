@@ -158,8 +158,9 @@ class State:
             "parameters": [[next(names)[0] for _ in group] for group in self.stepped(which)],
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
             "state": {
-                name: {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)}
+                name: plain
                 for name, p in named
+                if (plain := {k: v for k, v in optimizer.state.get(p, {}).items() if not isinstance(v, Tensor)})
             },
         }
 
@@ -235,12 +236,14 @@ def _held(name: str, value: Any, kind: type, inside: bool = False) -> Iterator[t
 def random_state() -> dict[str, Any]:
     """Return the random states of torch (host, and device where there is one), numpy and Python."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy_keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
         "numpy": [str(kind), int(position), int(has_gauss), float(gauss)],
-        "python": random.getstate(),
+        "python_words": torch.tensor(words),
+        "python": [version, next_gauss],
     }
 
 
@@ -251,8 +254,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     kind, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, state["numpy_keys"].numpy().astype(np.uint32), position, has_gauss, gauss))
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
+    version, *words, next_gauss = state["python"]  # an older checkpoint has the words in between
+    random.setstate((version, tuple(words[0] if words else state["python_words"].tolist()), next_gauss))
 
 
 def unplain(value: Any, where: str = "") -> str | None:

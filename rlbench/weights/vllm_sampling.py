@@ -59,14 +59,14 @@ def _record(self: Any, logprobs: LogprobsLists) -> None:
     if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
         _update(self, logprobs)
         return
-    tokens, values = logprobs.logprob_token_ids[:, 0].tolist(), logprobs.logprobs[:, 0].tolist()
-    for token, value, rank in zip(tokens, values, logprobs.sampled_token_ranks.tolist(), strict=True):
+    tokens, values, ranks = logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks
+    for step in range(len(ranks)):
+        value, at = values.item(step, 0), len(flat.logprobs)
         self.cumulative_logprob += value
-        at = len(flat.logprobs)
         flat.start_indices.append(at)
-        flat.token_ids.append(token)
+        flat.token_ids.append(tokens.item(step, 0))
         flat.logprobs.append(value)
-        flat.ranks.append(rank)
+        flat.ranks.append(ranks.item(step))
         flat.decoded_tokens.append(None)
         flat.end_indices.append(at + 1)
 

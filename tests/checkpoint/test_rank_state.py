@@ -1,12 +1,14 @@
 """What is plain: what torch reads back without running code, so that all that is kept can be gone back to."""
 
 import io
+import random
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
+import numpy as np
 import pytest
 import torch
 
-from rlbench.checkpoint.rank_state import unplain
+from rlbench.checkpoint.rank_state import random_state, set_random_state, unplain
 
 PLAIN = {
     "text": "x",
@@ -45,3 +47,19 @@ def test_what_is_plain_is_read_back():
 )
 def test_what_only_code_could_read_is_named_by_its_place(value, place):
     assert unplain(value) == place
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_is_drawn_after_a_random_state_is_drawn_again_from_it(older):
+    def draws():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    before, words = random_state(), random.getstate()
+    if older:  # as checkpoints had it
+        del before["python_words"]
+        before["python"] = words
+    kept = io.BytesIO()
+    torch.save(before, kept)
+    drawn = draws()
+    set_random_state(torch.load(io.BytesIO(kept.getvalue()), weights_only=True))
+    assert draws() == drawn

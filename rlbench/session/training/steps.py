@@ -169,7 +169,7 @@ def _backward(core: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOp
     if shipped.needs_reference and batch.ref_logprobs is None:
         batch = yield from reference_steps(core, batch, options)
     referenced = time.perf_counter()
-    merged = yield core.train.call_all(
+    running = core.train.call_all(
         "policy_forward_backward",
         batch,
         shipped.blob,
@@ -179,14 +179,15 @@ def _backward(core: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOp
         track=True,
         observer=view,
     )
+    known = _batch_metrics(batch) | {"no_signal": _no_signal(batch, shipped)}  # while the ranks compute
+    merged = yield running
     tokens = {name: rows.values for name, rows in merged.pop("channels").items()}
     if why := merged.pop("padded_as"):
         warnings.warn(f"sequences are padded: {why}", stacklevel=2)
     if core.samples:
         core.anchors.keep(batch, tokens["logprobs"])
     core.trackers.training_on(batch)
-    values = _batch_metrics(batch) | merged.pop("metrics") | merged | sources
-    values["no_signal"] = _no_signal(batch, shipped)
+    values = known | merged.pop("metrics") | merged | sources
     values |= {"loss_name": shipped.name, "loss_hash": shipped.hash, "loss_source": shipped.source}
     seconds = {"check": checked - begin, "reference": referenced - checked}
     values["seconds"] = seconds | {"forward_backward": time.perf_counter() - referenced}

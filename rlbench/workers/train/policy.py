@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from rlbench.trainers.update.options import PolicyOptions
 from rlbench.workers.train.optimizers import outside_state, policy_optimizer, unstepped
 from rlbench.workers.train.parts import RankParts
 from rlbench.workers.train.trainer import HeldTrainer
+
+COUNTED_SHARE = 0.05
+"""Of a pass's time: memory is counted behind it if that takes no longer, and otherwise when it is asked for."""
 
 
 class Policy:
@@ -37,12 +41,13 @@ class Policy:
         """Add the gradients of a batch; see `PolicyStep.forward_backward`."""
         self._residency.need("weights")
         self._trainer.need_no_trainer_gradients()
+        begin = time.monotonic()
         try:
             with self._residency.passing(), pass_peak(self._strategy.device.device) as peak:
                 done = self._policy.forward_backward(batch, loss_blob, PolicyOptions.of(options))
             return done | {"peak_bytes": peak.bytes}
         finally:
-            self._residency.measure()
+            self._residency.measure_after(time.monotonic() - begin, COUNTED_SHARE)
 
     def policy_optim_step(self, options: dict[str, Any]) -> dict[str, Any]:
         """Step once, by `lr`, `max_norm` (of this step alone), `whole_step` and `skip` of `PolicyStep.optim_step`."""

@@ -156,10 +156,10 @@ class Residency:
         self._measured = time.monotonic()
         self._count_s = self._measured - begin
 
-    def measure_after(self, seconds: float) -> None:
-        """Count what a call of a user's that took so long may have changed: now, unless to count takes longer than the
-        call did. Then `settle` does, when somebody asks for it or a batch is computed."""
-        self._due = seconds < self._count_s
+    def measure_after(self, seconds: float, share: float = 1.0) -> None:
+        """Count what a call that took so long may have changed: now, unless to count takes longer than that share of
+        it. Then `settle` does, when somebody asks for it or a batch is computed."""
+        self._due = share * seconds < self._count_s
         if not self._due:
             self.measure()
 
