@@ -14,8 +14,9 @@ import numpy as np
 
 PROBE_ROWS, PROBE_TOKENS, PROBE_PIXELS = 2, 12, 56
 SOUND_RATE = 16_000
-PROBE_OPTIONS = {"packing": False, "head": "plain"}
-"""Of the pass on the ranks: what every causal model can compute; whether it can run packed is another question."""
+PROBE_OPTIONS = {"packing": False, "head": "plain", "threads": 1}
+"""Of the pass on the ranks: what every causal model can compute; whether it can run packed is another question. So few
+tokens take as long on one thread, and replicas of the same host apply and prove meanwhile."""
 SEED = 20261121
 
 

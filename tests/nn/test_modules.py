@@ -10,10 +10,12 @@ import cloudpickle
 import pytest
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import rlbench.nn
 from rlbench.errors import BuildError, StateError
+from rlbench.nn.walk import every_module
 from tests.modules import RunningMeanModel, TrainedQwen, qwen_on_meta
 
 
@@ -122,3 +124,12 @@ def test_helpers_hooks_and_forward_are_not_callable_but_static_and_class_methods
     assert set(infos) == {"add", "named", "train", "eval"}
     assert infos["add"].startswith("(a: ")
     assert infos["named"].startswith("(name: ")
+
+
+def test_every_module_is_walked_once():
+    shared = nn.Linear(2, 2)
+    inner = nn.Sequential(shared, nn.ModuleDict({"a": nn.ReLU(), "b": shared}))
+    whole = nn.Sequential(inner, nn.ModuleList([shared, inner]))
+    whole.register_module("none", None)
+    walked = list(every_module(whole))
+    assert len(walked) == len(set(walked)) and set(walked) == set(whole.modules())

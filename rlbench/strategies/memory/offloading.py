@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rlbench.checkpoint.flat_parts import flat_part
 from rlbench.checkpoint.tensor_files import part_of
 from rlbench.errors import EngineError, StateError
+from rlbench.nn.walk import every_module
 from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.internals import fsdp_groups, is_fsdp_root
 from rlbench.strategies.memory import owners as memory
@@ -156,7 +157,7 @@ def reshard(model: nn.Module) -> None:
     which the next would gather and reduce in another order than on ranks where it did not."""
     if (flat := flat_units(model)) is not None:
         flat.leave_pass()
-    for part in model.modules():
+    for part in every_module(model):
         if isinstance(part, FSDPModule):
             if is_fsdp_root(part):
                 part.reset_iter_state()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlbench.checkpoint.flat_parts import mark_of
 from rlbench.errors import StateError
 from rlbench.nn.quantised import QuantisedLinear, quantised_layers
+from rlbench.nn.walk import every_module
 from rlbench.strategies.internals import fsdp_groups
 from rlbench.strategies.optim.gradients import local
 
@@ -45,7 +46,7 @@ def model_nbytes(models: Iterable[nn.Module], device: torch.device) -> tuple[int
     """Return the bytes of weights and of gradients on `device`, in one walk that makes no view of any: what
     `weight_tensors` and `gradient_tensors` weigh, at a fifth of the time, for whoever counts after each call."""
     weights, gradients = [], []
-    for layer in (layer for model in models for layer in model.modules()):
+    for layer in (layer for model in models for layer in every_module(model)):
         parameters = [parameter for parameter in layer._parameters.values() if parameter is not None]
         weights += [_part(parameter) for parameter in parameters]
         gradients += [_part(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -36,9 +36,8 @@ class UnsplitGroup(FSDPParamGroup):
         finally:
             self.fsdp_params = every
         _cast([p for p in here if p.param_dtype is not None])
+        _show([p for p in here if p.param_dtype is None])
         for p in here:
-            if p.param_dtype is None:
-                _show(p)
             p.to_unsharded()
 
     def post_backward(self, *unused: Any) -> None:
@@ -109,12 +108,20 @@ def _cast(params: list[FSDPParam]) -> None:
             p.init_unsharded_param()
 
 
-def _show(p: FSDPParam) -> None:
-    """Let the gathered parameter be a view of the shard, wherever that lies now."""
-    shard = p._sharded_param_data
+def _show(params: list[FSDPParam]) -> None:
+    """Let the gathered parameters be views of the shards, wherever those lie now."""
+    moved = [p for p in params if not _is_shown(p)]
+    if not moved:
+        return
     with torch.inference_mode(False), torch.no_grad():
-        whole = shard.as_strided(p._orig_size, p._contiguous_orig_stride, shard.storage_offset())
-        if not hasattr(p, "_unsharded_param"):
-            p._unsharded_param = nn.Parameter(whole, requires_grad=p.sharded_param.requires_grad)
-        elif p._unsharded_param.data_ptr() != whole.data_ptr():
-            p._unsharded_param.data = whole
+        for p in moved:
+            shard = p._sharded_param_data
+            whole = shard.as_strided(p._orig_size, p._contiguous_orig_stride, shard.storage_offset())
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.data = whole
+            else:
+                p._unsharded_param = nn.Parameter(whole, requires_grad=p.sharded_param.requires_grad)
+
+
+def _is_shown(p: FSDPParam) -> bool:
+    return hasattr(p, "_unsharded_param") and p._unsharded_param.data_ptr() == p._sharded_param_data.data_ptr()

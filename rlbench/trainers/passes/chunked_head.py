@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from rlbench.errors import EngineError
 from rlbench.nn.lora import Adapted
 from rlbench.nn.quantised import QuantisedLinear
+from rlbench.nn.walk import every_module
 from rlbench.rl.linear import linear_token_stats, linear_top_ids
 from rlbench.trainers.passes.outputs import NO_MORE, Request, TokenOutputs, of_logits, with_candidates
 from rlbench.trainers.passes.token_keeper import TokenGradients
@@ -171,7 +172,7 @@ def token_bytes(module: nn.Module, item_size: int) -> int:
     stream once per layer. An adapter holds its inner vector beside its layer, and what its dropout passes on."""
     output, adapted = output_layer(module), Adapted.of(module)
     beside = {id(part) for part in adapted.linears()} | {id(output)}
-    widths = (_widths(part) for part in module.modules() if id(part) not in beside)
+    widths = (_widths(part) for part in every_module(module) if id(part) not in beside)
     held = 1.5 * (sum(map(sum, widths)) + adapted.width())
     if getattr(module, "is_gradient_checkpointing", False):
         config: Any = getattr(module, "config", None)

@@ -48,6 +48,8 @@ class PolicyOptions:
     """A forward also gives what a loss with these `needs` sees."""
     whole_step: bool = False
     """The optimizer's step follows at once; where its driver went away instead, the next pass drops the gradients."""
+    threads: int | None = None
+    """Of a host, that compute a forward; None: all of the rank's."""
     aux_loss_coef: float = 0.0
     """Weight, in a loss, of how unevenly the routers of a mixture of experts spread each sequence's tokens."""
 

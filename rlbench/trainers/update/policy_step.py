@@ -84,7 +84,7 @@ class PolicyStep:
             options = replace(options, head="plain")
         parts, count = self._split(batch, options)
         report = lambda done: self._report(phase="forward", done=done, total=count)  # noqa: E731
-        with nullcontext() if options.adapters else adapters_off(self.module):
+        with nullcontext() if options.adapters else adapters_off(self.module), _threads(options.threads):
             return self._passes.score(parts, count, options, "forward", report)
 
     def forward_backward(self, batch: TrainBatch, loss_blob: bytes, options: PolicyOptions) -> dict[str, Any]:
@@ -284,3 +284,14 @@ class PolicyStep:
             raise EngineError(f"the ranks were given different batches ({seen}); give each the whole batch.")
         mine = plan[rows.number]
         return [Slice(batch.rows(rows), rows) for rows in mine if len(rows)], len(mine)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads on a host; None: as many as it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
