@@ -15,8 +15,8 @@ import numpy as np
 PROBE_ROWS, PROBE_TOKENS, PROBE_PIXELS = 2, 12, 56
 SOUND_RATE = 16_000
 PROBE_OPTIONS = {"packing": False, "head": "plain", "threads": 1}
-"""Of the pass on the ranks: what every causal model can compute; whether it can run packed is another question. So few
-tokens take as long on one thread, and replicas of the same host apply and prove meanwhile."""
+"""Of the pass on the ranks: what every causal model can compute; whether it can run packed is another question. In a
+small model so few tokens take as long on one thread, and replicas of the same host apply and prove meanwhile."""
 SEED = 20261121
 
 

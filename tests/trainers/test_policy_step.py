@@ -179,6 +179,36 @@ def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str, 
         assert_gradients(engine, model)
 
 
+def test_a_forward_of_little_work_takes_the_threads_that_are_asked_for(trained: SameRanks) -> None:
+    def watch() -> None:
+        torch.set_num_threads(3)
+        counts: list[int] = []
+        seen = module.register_forward_pre_hook(lambda *_: counts.append(torch.get_num_threads()))  # type: ignore[name-defined]
+        module.__dict__["watched"] = counts, seen  # type: ignore[name-defined]
+
+    def allow(small_work: int) -> int:
+        from rlbench.trainers.update import policy_step
+
+        before, policy_step.SMALL_WORK = policy_step.SMALL_WORK, small_work
+        return before
+
+    def leave() -> tuple[list[int], int]:
+        counts, seen = module.__dict__.pop("watched")  # type: ignore[name-defined]
+        seen.remove()
+        left = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return counts, left
+
+    with trained(1) as engine:
+        engine.run(watch)
+        for options in ({"threads": 2}, {}):
+            engine.call("policy_forward", batch(), {"packing": False, "head": "plain", **options})
+        usual = engine.run(allow, 0)[0]
+        engine.call("policy_forward", batch(), {"packing": False, "head": "plain", "threads": 2})
+        engine.run(allow, usual)
+        assert engine.run(leave) == [([2, 3, 3], 3)]
+
+
 # -- what ends early -----------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ class PolicyOptions:
     whole_step: bool = False
     """The optimizer's step follows at once; where its driver went away instead, the next pass drops the gradients."""
     threads: int | None = None
-    """Of a host, that compute a forward; None: all of the rank's."""
+    """Of a host, that compute a forward of little work; None: all of the rank's, as they do one of more."""
     aux_loss_coef: float = 0.0
     """Weight, in a loss, of how unevenly the routers of a mixture of experts spread each sequence's tokens."""
 
