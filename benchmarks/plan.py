@@ -1,8 +1,9 @@
 """The memory that `rb.plan` foretells against what a rank then takes, by owner: full training and LoRA, on the CPU.
 
-A rank is built in a process of its own and takes a step of two micro-batches, so that gradients are there in the
-second. Weights, gradients and optimizer are counted as the monitor counts them; what a pass takes is the highest sum of
-its tensors (`LiveMemory`), and with the allocator's slack the growth of the process's resident memory.
+A rank is built in a process of its own, which computes with the OpenMP runtime and as many threads as that of a
+session, and takes a step of two micro-batches, so that gradients are there in the second. Weights, gradients and
+optimizer are counted as the monitor counts them; what a pass takes is the highest sum of its tensors (`LiveMemory`),
+and with the allocator's slack the growth of the process's resident memory.
 
     python -m benchmarks.plan                              # 0.8 M to 0.5 B parameters
     python -m benchmarks.plan --models bench-100m --tokens 4096 --length 512 --checkpointing
@@ -19,6 +20,7 @@ from typing import Any
 from benchmarks.harness import Experiment, Figure, Measuring, Stage, main_of
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.turns import Record, Requests, serve
+from rlbench.runtime import openmp
 
 MODELS = ("bench-0.8m", "bench-10m", "bench-100m", "bench-0.5b")
 RANKS = (0, 32)
@@ -42,7 +44,7 @@ class Rank:
         self.path, self.tokens, self.length = model_folder(model), tokens, length
         self.train: dict[str, Any] = {"gradient_checkpointing": checkpointing, "lora": {"rank": lora} if lora else None}
         self.loss = cloudpickle.dumps("grpo")
-        self.rank = TrainRank(0, 1, TrainConfig(device="cpu", threads=1))
+        self.rank = TrainRank(0, 1, TrainConfig(device="cpu"))
         spec = cloudpickle.dumps(PolicySpec(self.path, **self.train))
         self.vocabulary = self.rank.build(spec, self.rank.rendezvous() or ("", 0))["vocab_size"]
 
@@ -101,7 +103,7 @@ def plans(at: Stage, models: tuple[str, ...] = MODELS, **how: Any) -> Measuring:
         for model, lora in itertools.product(models, RANKS):
             asked = {"model": model, "tokens": TOKENS, "length": LENGTH, "checkpointing": False, "lora": lora, **how}
             model += f", LoRA {lora}" if lora else ""
-            side = at.side("benchmarks.plan", "--serve", json.dumps(asked))
+            side = at.side("benchmarks.plan", "--serve", json.dumps(asked), **openmp.environment())
             side.ready()
             answer = side.turn()
             side.close()
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     asked = parser.parse_args()
     if asked.serve is not None:
+        openmp.load()  # as a session's workers do, before torch
         serve(Requests(), lambda: Rank(**json.loads(asked.serve)))
         return
     how = {"tokens": asked.tokens, "length": asked.length, "checkpointing": asked.checkpointing}
