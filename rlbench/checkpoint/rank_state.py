@@ -242,7 +242,7 @@ def random_state() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy_keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
         "numpy": [str(kind), int(position), int(has_gauss), float(gauss)],
-        "python_words": torch.tensor(words),
+        "python_words": torch.from_numpy(np.array(words, np.uint32).view(np.int32)),
         "python": [version, next_gauss],
     }
 
@@ -255,7 +255,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     kind, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, state["numpy_keys"].numpy().astype(np.uint32), position, has_gauss, gauss))
     version, *words, next_gauss = state["python"]  # an older checkpoint has the words in between
-    random.setstate((version, tuple(words[0] if words else state["python_words"].tolist()), next_gauss))
+    random.setstate(
+        (version, tuple(words[0] if words else state["python_words"].numpy().view(np.uint32).tolist()), next_gauss)
+    )
 
 
 def unplain(value: Any, where: str = "") -> str | None:
