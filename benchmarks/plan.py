@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness import Experiment, Figure, Measuring, Stage, main_of
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.turns import Record, Requests, serve
-from rlbench.runtime import openmp
+from rlbench.runtime import allocator, openmp
 
 MODELS = ("bench-0.8m", "bench-10m", "bench-100m", "bench-0.5b")
 RANKS = (0, 32)
@@ -103,7 +103,8 @@ def plans(at: Stage, models: tuple[str, ...] = MODELS, **how: Any) -> Measuring:
         for model, lora in itertools.product(models, RANKS):
             asked = {"model": model, "tokens": TOKENS, "length": LENGTH, "checkpointing": False, "lora": lora, **how}
             model += f", LoRA {lora}" if lora else ""
-            side = at.side("benchmarks.plan", "--serve", json.dumps(asked), **openmp.environment())
+            workers = openmp.environment() | allocator.environment()
+            side = at.side("benchmarks.plan", "--serve", json.dumps(asked), **workers)
             side.ready()
             answer = side.turn()
             side.close()

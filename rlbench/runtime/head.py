@@ -6,12 +6,13 @@ Ray makes its folders 0777 and its sockets and logs readable, so all of it lies 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlbench.runtime import openmp, registry, worker_start
+from rlbench.runtime import allocator, openmp, registry, worker_start
 
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Keeps Ray from replacing 127.0.0.1 by the outer address and listening there; read when ray is imported."""
@@ -49,7 +50,8 @@ def command(port: int, folder: Path, devices: int, gpus: int) -> list[str]:
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *FLAGS.split()]
     ray += [f"--{name}={value}" for name, value in options.items()]
     # the warm process first, so that it imports while Ray starts; both are of one process session
-    return ["/bin/sh", "-c", '"$0" -m rlbench.runtime.warm & exec "$@"', sys.executable, *ray]
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in allocator.environment().items())
+    return ["/bin/sh", "-c", f'{settings} "$0" -m rlbench.runtime.warm & exec "$@"', sys.executable, *ray]
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -29,10 +29,11 @@ HOST_RANK, HOST_REPLICA, HOST_SESSION = 250 * MIB, 350 * MIB, 750 * MIB
 """Private memory of processes that hold nothing yet; of a session: kernel, monitor, Ray and the warm process."""
 CONTEXT = 500 * MIB
 """What CUDA and its libraries take of a GPU for each process."""
-HOST_SLACK, HOST_SLACK_LORA = 0.6, 1.3
-"""What the C allocator holds beside tensors while a pass makes and frees them, as a share of them, as measured by
-`benchmarks/plan.py`; the second where adapters alone train, in float32."""
-HOST_FIRST_PASS = 7 * MIB
+HOST_SLACK = 0.1
+"""What workers' allocator (`rlbench.runtime.allocator`) holds beside tensors while a pass makes and frees them, as a
+share of them, as measured by `benchmarks/plan.py`; and of what trains once more the largest gradient, a wide
+vocabulary's, whose place smaller blocks take meanwhile."""
+HOST_FIRST_PASS = 3 * MIB
 """What a first pass leaves there however small it is, as measured by the same."""
 MOMENTS = 2
 AVERAGE, AVERAGED_ITEM = "moving average", 4
@@ -320,8 +321,8 @@ def _passes(
         costs[trained] = model.cost(pass_plan(model, request, rows, backward=True)).owners
     if not request.devices.gpus:
         largest = max(costs.values(), key=lambda owners: sum(owners.values()))
-        share = HOST_SLACK_LORA if model.adapters and model.compute_item == 4 else HOST_SLACK
-        slack = {"allocator": HOST_FIRST_PASS + round(share * sum(largest.values()))}
+        gradient = max((held.local(1) * held.item for held in model.held if held.trains), default=0)
+        slack = {"allocator": HOST_FIRST_PASS + round(HOST_SLACK * sum(largest.values())) + gradient * bool(trained)}
         costs = {phase: {**largest, **slack} for phase in ALL_PHASES}
     owners = sorted({owner for found in costs.values() for owner in found})
     phases = {owner: {phase: found.get(owner, 0) for phase, found in costs.items()} for owner in owners}
