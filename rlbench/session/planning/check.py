@@ -3,20 +3,19 @@ that is plain to see, by the size of the files; else the plan is made, which imp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
-from rlbench import rewards
 from rlbench.defaults import KV_BYTES
 from rlbench.errors import BuildError
 from rlbench.runtime import cluster
 from rlbench.session.options import POLICY, SessionOptions
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.request import Request
+from rlbench.session.planning.reward_models import planned_rewards
 from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def need_trainer_room(options: SessionOptions, spec: TrainerSpec | TextSpec) -> 
 
     asked_critic, scorers, ema = None, [], False
     if isinstance(spec, TrainerSpec):  # one on texts has a reference alone
-        asked_critic, scorers, ema = spec.critic, list(_reward_folders(spec.reward)), spec.ema
+        asked_critic, scorers, ema = spec.critic, list(planned_rewards(spec.reward, options.path)), spec.ema
     critic, reference = (
         None if not asked or isinstance(asked, SessionEngine) else options.path if asked is True else str(asked)
         for asked in (asked_critic, spec.reference)
@@ -64,7 +63,7 @@ def need_trainer_room(options: SessionOptions, spec: TrainerSpec | TextSpec) -> 
         return
     beside = [path for path in (critic, reference, options.path if ema else None) if path is not None]
     there = _memory()
-    if there is None or _plainly_fits(options, [*beside, *scorers], there[1]):
+    if there is None or _plainly_fits(options, [*beside, *(scorer.path for scorer in scorers)], there[1]):
         return
     request = replace(_request(options, there[0]), critic=critic, rewards=tuple(scorers), ema=ema)
     if request.reference is None:
@@ -110,17 +109,6 @@ def _plan(request: Request) -> Plan:
     from rlbench.session.planning.plan import planned
 
     return planned(request)
-
-
-def _reward_folders(reward: Any) -> Iterator[str]:
-    """Yield the folders of reward models that a trainer's ranks hold."""
-    if isinstance(reward, list | tuple):
-        for one in reward:
-            yield from _reward_folders(one)
-    elif isinstance(reward, rewards.model) and reward.as_sampled:
-        yield str(reward.path)
-    elif isinstance(reward, str | Path) and Path(reward).is_dir():
-        yield str(reward)
 
 
 def _plainly_fits(options: SessionOptions, beside: list[str], limit: int) -> bool:

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rlbench.engines.paths import model_name
 from rlbench.errors import BuildError, Suggesting
+from rlbench.rewards import model as RewardModel
 from rlbench.session.options import Inference, Train, model_at, reference_at
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.pictures import Pictures
-from rlbench.session.planning.request import CRITIC, Request
+from rlbench.session.planning.request import CRITIC, SCORER, PlannedReward, Request, numbered
+from rlbench.session.planning.reward_models import of_model
 from rlbench.session.planning.uses import (
     RANK,
     REPLICA,
@@ -142,7 +145,7 @@ def plan(
     teachers: Sequence[str] = (),
     images: str | None = None,
     critic: bool | str | None = None,
-    rewards: Sequence[str] = (),
+    rewards: Sequence[str | Path | RewardModel] = (),
     ema: bool = False,
 ) -> Plan:
     """Say what a session would take, by role, owner and phase, and the smallest change that makes it fit.
@@ -164,7 +167,8 @@ def plan(
         images: what each sequence shows: `"2x1280x800"`, two pictures 1280 pixels wide and 800 high; their tokens are
             among those of `lengths`.
         critic: of a trainer, as of `session.trainer("ppo", critic=…)`: a checkpoint, or True, the policy's.
-        rewards: folders or hub ids of reward models that a trainer holds on its ranks, `reward=[…]`.
+        rewards: reward models of a trainer, as of `reward=[…]`: folders or hub ids, which its ranks hold split over
+            them, and `rb.rewards.model(…)`, which each loads whole unless it reads what was sampled.
         ema: with its moving average of the policy, `ema=True`. With one of the three the plan is a trainer's: replicas
             sleep while ranks score and train.
 
@@ -193,7 +197,7 @@ def plan(
             tuple(model_at(model_name(one, "teachers=")) for one in teachers),
             images=Pictures.of(images),
             critic=_critic_at(critic, path),
-            rewards=_rewards_at(rewards),
+            rewards=_rewards_at(rewards, path),
             ema=ema,
         )
     )
@@ -206,11 +210,17 @@ def _critic_at(critic: bool | str | None, policy: str) -> str | None:
     return policy if critic is True else _found("critic", critic)
 
 
-def _rewards_at(rewards: Any) -> tuple[str, ...]:
-    """Return the models of reward models, of which a list is given."""
+def _rewards_at(rewards: Any, policy: str) -> tuple[PlannedReward, ...]:
+    """Return how ranks hold each reward model, of which a list is given."""
     if isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise BuildError(f"rewards={rewards!r}: a list of reward models, as in rewards=[{str(rewards)!r}]")
-    return tuple(_found("rewards", one) for one in rewards)
+    return tuple(_reward_at(one, policy) for one in rewards)
+
+
+def _reward_at(reward: Any, policy: str) -> PlannedReward:
+    if not isinstance(reward, RewardModel):
+        return PlannedReward(_found("rewards", reward))
+    return replace(of_model(reward, policy), path=_found("rewards", reward.path))
 
 
 def _found(option: str, named: Any) -> str:
@@ -306,13 +316,16 @@ def _trainer_remarks(
         "the replicas sleep while the ranks score and train (enable_engine_sleep)",
     ]
     beside = {CRITIC: critic, **scorers} if critic is not None else scorers
+    whole = {role: reward for role, reward in numbered(SCORER, request.rewards).items() if reward.whole}
     for role, model in beside.items():
         split = f", split over {request.data_ranks} ranks" if request.data_ranks > 1 else ""
+        if role in whole:
+            split = f", whole on each rank in {whole[role].dtype}; {whole[role].rows} completions at a time"
         notes.append(f"the {role} has {format_count(model.parameters)} parameters{split}")
-        plan = pass_plan(model, request.beside, rows, backward=role == CRITIC)
+        plan = pass_plan(model, request.alone if role in whole else request.beside, rows, backward=role == CRITIC)
         if why := model.cost(plan).estimated:
             notes.append(f"activations of the {role} are an estimate: {why}")
-    if request.devices.gpus and len(scorers) > 1:
+    if request.devices.gpus and len(scorers.keys() - whole.keys()) > 1:
         notes.append("reward models score one after the other, the others in host memory: the largest counts")
     if not request.devices.gpus:
         passing = next((use.role for use in uses if use.passing), RANK)

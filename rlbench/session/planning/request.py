@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from rlbench.errors import BuildError
 from rlbench.session.options import POLICY, Inference, Train
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.pictures import Pictures
 
+T = TypeVar("T")
 REFERENCE, TEACHER = "reference", "teacher"
 CRITIC, SCORER = "critic", "reward model"
 OFFLOADED = ("inference", "optimizer")
 OF_THE_POLICY = ("lora", "dtype", "masters", "optimizer", "gradient_checkpointing", "reshard_after_forward")
 """Options of the ranks that a trainer's other models have not."""
+
+
+@dataclass(frozen=True)
+class PlannedReward:
+    """A reward model of a trainer: in the dtype of its checkpoint, split over the ranks. Or, where `dtype` is said,
+    loaded whole in it by each rank, as `rb.rewards.model` does, to score `rows` completions at a time; `on_host`: in
+    host memory, whatever the ranks compute on."""
+
+    path: str
+    dtype: str | None = None
+    rows: int = 0
+    on_host: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank holds all of it."""
+        return self.dtype is not None
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Request:
     kind: str = POLICY
     images: Pictures | None = None
     critic: str | None = None
-    rewards: tuple[str, ...] = ()
+    rewards: tuple[PlannedReward, ...] = ()
     ema: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +96,11 @@ class Request:
         return replace(self, train=Train(**{**theirs, "shards": self.data_ranks, "data_parallel_size": 1}))
 
     @property
+    def alone(self) -> Request:
+        """The same as a reward model sees it that each rank holds whole."""
+        return replace(self, train=Train(shards=1))
+
+    @property
     def shards(self) -> int:
         """Ranks the parameters are split over; as a session chooses them."""
         alone = self.train.shards is None and self.train.data_parallel_size == 1
@@ -109,6 +133,6 @@ class Request:
         return self.lengths if isinstance(self.lengths, int) else max(int(n) for n in self.lengths)
 
 
-def numbered(role: str, paths: Sequence[str]) -> dict[str, str]:
+def numbered(role: str, models: Sequence[T]) -> dict[str, T]:
     """Name each model of a role; from the second on by its number as well."""
-    return {f"{role} {i + 1}" if i else role: path for i, path in enumerate(paths)}
+    return {f"{role} {i + 1}" if i else role: model for i, model in enumerate(models)}

@@ -22,38 +22,42 @@ CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """A critic, which is `trainable`, or a frozen reward model, as a trainer makes them."""
+    """A critic, which is `trainable`, or a frozen reward model, as a trainer makes them; `dtype`: None, as stored."""
 
     path: str
     trainable: bool
+    dtype: str | None = None
 
     def __call__(self) -> Any:
         """Make the module, on meta."""
-        return make_critic(self.path) if self.trainable else make_reward_model(self.path)
+        return make_critic(self.path) if self.trainable else make_reward_model(self.path, dtype=self.dtype)
 
 
 def critic_of(request: Request, policy: Model) -> Model | None:
     """The critic that a trainer would make beside the policy, in whose precision it computes; None where there is
     none."""
-    return None if request.critic is None else _beside(request, request.critic, policy, trains=True)
+    if request.critic is None:
+        return None
+    return _beside(request, ScalarSpec(request.critic, trainable=True), policy)
 
 
 def scorers_of(request: Request, policy: Model) -> dict[str, Model]:
     """Its reward models, by role."""
     named = numbered(SCORER, request.rewards)
-    return {role: _beside(request, path, policy, trains=False) for role, path in named.items()}
+    return {role: _beside(request, ScalarSpec(r.path, False, r.dtype), policy) for role, r in named.items()}
 
 
-def _beside(request: Request, path: str, policy: Model, trains: bool) -> Model:
+def _beside(request: Request, spec: ScalarSpec, policy: Model) -> Model:
     """Make a critic or a reward model as `build_trainer` does. Raises BuildError for a checkpoint that can be none, and
     for one that would not see the pictures."""
-    train, role = request.train, CRITIC if trains else SCORER
-    half = (policy.half == "bfloat16", policy.half == "float16")
+    train, path, role = request.train, spec.path, CRITIC if spec.trainable else SCORER
+    whole = spec.dtype is not None
+    half = (policy.half == "bfloat16", policy.half == "float16") if not whole else (False, False)
+    together = 1 if whole else train.tensor_parallel
     try:
-        if not trains:
-            _need_head(path)
-        spec = ScalarSpec(path, trains)
-        model = made(spec, None, half, None, train.use_mp_opt, train.tensor_parallel, stamp_of(path))
+        if not spec.trainable:
+            _need_head(path, any_number=whole)
+        model = made(spec, None, half, None, train.use_mp_opt, together, stamp_of(path))
     except BuildError as error:
         raise BuildError(f"no {role} can be planned of {path!r}: {error}") from error
     if request.images is not None and not model.sees:
@@ -61,15 +65,15 @@ def _beside(request: Request, path: str, policy: Model, trains: bool) -> Model:
     return model
 
 
-def _need_head(path: str) -> None:
+def _need_head(path: str, any_number: bool) -> None:
     """Raise BuildError where a checkpoint has no scalar head, by its config and the names of the weights that are
-    here, or one of several numbers."""
+    here, or, unless it may have `any_number` of outputs, one of several."""
     config = config_of(path)
     named = config.architectures or ()
-    if any(name.endswith(CLASSIFIER) for name in named) and config.num_labels != 1:
+    if any(name.endswith(CLASSIFIER) for name in named) and config.num_labels != 1 and not any_number:
         raise BuildError(
             f"its head gives {config.num_labels} numbers, and a trainer's reward model gives one: give a checkpoint "
-            "of one label, or score with rb.rewards.model(path, output=0), which is not planned"
+            "of one label, or rb.rewards.model(path, output=0)"
         )
     if any(name.endswith(CAUSAL) for name in named) and not _holds_head(path):
         raise BuildError(

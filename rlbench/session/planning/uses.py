@@ -11,7 +11,7 @@ from typing import Any
 from rlbench.data.texts.media_features import MOST_CACHED
 from rlbench.defaults import KV_BYTES
 from rlbench.session.planning.model import Held, Model
-from rlbench.session.planning.request import CRITIC, Request
+from rlbench.session.planning.request import CRITIC, SCORER, Request, numbered
 from rlbench.session.state.step_copies import SPARE_BYTES
 from rlbench.trainers.passes.cost import LOGITS, PassPlan
 from rlbench.trainers.passes.images import patch_numbers
@@ -143,13 +143,18 @@ def frozen_uses(role: str, model: Model, request: Request, rows: tuple[int, ...]
 
 def scorer_uses(models: Mapping[str, Model], request: Request, rows: tuple[int, ...]) -> dict[str, list[Use]]:
     """What a trainer's reward models add to a rank, by role. On a GPU each goes to host memory once it has scored, and
-    then the next is brought in: the one that takes most counts while they score."""
+    then the next is brought in: the one that takes most counts while they score. One that a rank holds whole is loaded
+    when it first scores, and stays where it is."""
     gpu, found = request.devices.gpus > 0, {}
+    planned = numbered(SCORER, request.rewards)
+    whole = {role: _whole_scorer(role, models[role], request, rows) for role in models if planned[role].whole}
     for role, model in models.items():
+        if role in whole:
+            continue
         weights = _bytes(model, request.beside.shards, lambda held: held.item)
         found[role] = [
             Use(role, "weights", only(weights, FIRST, REWARDS) if gpu else always(weights), sure=True),
-            *_scoring(role, model, request, rows),
+            *_scoring(role, model, request.beside, padded(rows)),
         ]
     here = {role: sum(use.phases.get(REWARDS, 0) for use in uses if not use.host) for role, uses in found.items()}
     for role, uses in found.items() if gpu else ():
@@ -158,20 +163,32 @@ def scorer_uses(models: Mapping[str, Model], request: Request, rows: tuple[int, 
             uses[:] = [use if use.host else _without(use, REWARDS) for use in uses]
         sent = but(uses[0].most, FIRST, REWARDS) if scoring else but(uses[0].most, FIRST)
         uses.insert(1, Use(role, "weights, offloaded", sent, host=True))
-    return found
+    return {role: whole.get(role) or found[role] for role in models}
+
+
+def _whole_scorer(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+    """What `rb.rewards.model` adds to each rank."""
+    planned, gpu = numbered(SCORER, request.rewards)[role], request.devices.gpus > 0
+    weights = _bytes(model, 1, lambda held: held.item)
+    scoring = _scoring(role, model, request.alone, (max(rows),) * planned.rows if rows else ())
+    uses = [Use(role, "weights", but(weights, FIRST) if gpu else always(weights), sure=True), *scoring]
+    return [replace(use, host=planned.on_host and gpu) for use in uses]
+
+
+def padded(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Return as many rows as long as the longest as have so many tokens."""
+    return (max(rows),) * sequences(rows) if rows else ()
 
 
 def _scoring(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
-    """What it takes to score so many tokens, in rows as long as the longest: padded, under a mask with a byte for each
-    two tokens of a row, which transformers makes where lengths differ."""
+    """What it takes to score rows of one length: padded, under a mask with a byte for each two tokens of a row, which
+    transformers makes where lengths differ."""
     if not rows:
         return []
-    longest_row = max(rows)
-    padded = (longest_row,) * sequences(rows)
-    mask = len(padded) * longest_row**2
+    mask = len(rows) * max(rows) ** 2
     kept = always(mask) if not request.devices.gpus else only(mask, REWARDS)
-    uses = _passes(role, model, request.beside, padded, REWARDS)
-    return [*uses, Use(role, "attention mask", kept, passing=True), *_pixels(role, model, request, padded)]
+    uses = _passes(role, model, request, rows, REWARDS)
+    return [*uses, Use(role, "attention mask", kept, passing=True), *_pixels(role, model, request, rows)]
 
 
 def sequences(rows: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlbench import rewards
 from rlbench.data.prompts.prompt import Prompt
 from rlbench.session.checks.rehearsal import worst_batch
 from rlbench.session.planning.plan import plan
@@ -23,6 +24,7 @@ from rlbench.trainers.models.reward_heads import make_reward_model, scores_of
 from rlbench.trainers.models.value_model import make_critic
 from rlbench.trainers.ppo.building import strategy_of
 from rlbench.trainers.update.value_update import ValueUpdate
+from tests.data.written import written
 from tests.ranks import ranks
 from tests.session.planning.measuring import HELD, LENGTH
 
@@ -58,6 +60,16 @@ def scoring(module: Any, strategy: Any, path: str, vocabulary: int, lengths: lis
     scores_of(scorer, sequences, theirs, len(sequences))
     highest = most_taken(scorer, lambda: scores_of(scorer, sequences, theirs, len(sequences)))
     return {"weights": owners.nbytes(owners.weight_tensors(scorer)), "pass": highest}
+
+
+def scoring_whole(reward: rewards.model) -> dict[str, int]:
+    """Count what a rank's own reward model takes to score as many completions as it does at a time."""
+    texts = [["a" * (LENGTH - 1 - i) for i in range(reward.batch_size)]]
+    rollouts = written(["?"], texts)
+    rollouts.score(reward)
+    module = reward._load()[0]
+    highest = most_taken(module, lambda: rollouts.score(reward))
+    return {"weights": owners.nbytes(owners.weight_tensors(module)), "pass": highest}
 
 
 def most_taken(module: Any, run: Callable[[], Any]) -> int:

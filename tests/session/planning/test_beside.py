@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,50 @@ def test_of_several_reward_models_the_largest_counts_while_they_score(model: str
     assert any("one after the other" in note for note in two.notes)
 
 
+def test_a_reward_model_that_each_rank_loads_stays_whole_where_it_is(model: str, scorer: str) -> None:
+    how = {**ON_GPU, "gpus": "2x24GiB", "train": {"shards": 2}}
+    plan = rb.plan(model, rewards=[rb.rewards.model(scorer, batch_size=2)], **how)
+    assert plan.of(SCORER, "weights") == 4 * (plan.parameters + 256), "in float32, whatever the checkpoint's dtype"
+    assert phases_of(plan, SCORER, "weights") == set(plan.phases) - {FIRST}, "it is loaded when it first scores"
+    assert phases_of(plan, SCORER, "activations") == {REWARDS}
+    assert any("whole on each rank in float32; 2 completions at a time" in note for note in plan.notes)
+    half = rb.plan(model, rewards=[rb.rewards.model(scorer, batch_size=4, dtype="bfloat16")], **how)
+    assert half.of(SCORER, "weights") == plan.of(SCORER, "weights") / 2
+    assert half.of(SCORER, "activations") == pytest.approx(plan.of(SCORER, "activations"), rel=0.01)
+    aside = rb.plan(model, rewards=[rb.rewards.model(scorer, device="cpu")], **how)
+    assert phases_of(aside, SCORER, "weights", host=True) and not phases_of(aside, SCORER, "weights")
+    assert phases_of(aside, SCORER, "activations", host=True) == {REWARDS}
+
+
+def test_beside_ones_that_leave_it_counts_while_they_score_too(model: str, scorer: str) -> None:
+    loaded = rb.rewards.model(scorer, dtype="bfloat16")
+    split, both = (rb.plan(model, rewards=rewards, **ON_GPU) for rewards in ([scorer], [loaded, scorer]))
+    assert both.of(f"{SCORER} 2", "weights") == split.of(SCORER, "weights") == both.of(SCORER, "weights")
+    assert both.total(SYNC) == split.total(SYNC) + both.of(SCORER, "weights")
+    assert both.total(FIRST) == split.total(FIRST)
+
+
+def test_one_that_reads_what_was_sampled_is_split_where_it_has_the_policys_vocabulary(
+    tmp_path: Path, tiny_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = json.loads((tiny_path / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    how = {**ON_GPU, "gpus": "2x24GiB", "train": {"shards": 2}}
+    weights = {}
+    for name in ("same", "none", "other"):
+        folder = tmp_path / name
+        scorer_of(folder, **{key: value for key, value in config.items() if key != "architectures"})
+        if name == "other":
+            tokenizer.add_tokens(["<another>"])
+        if name != "none":
+            tokenizer.save_pretrained(folder)
+        reward = rb.rewards.model(folder, as_sampled=True)
+        weights[name] = rb.plan(str(tiny_path), rewards=[reward], **how).of(SCORER, "weights")
+    assert weights["same"] == weights["none"] == pytest.approx(weights["other"] / 2, rel=0.02)
+
+
 def test_on_a_host_the_largest_pass_of_a_ranks_process_counts(model: str, scorer: str, tmp_path: Path) -> None:
     plan = rb.plan(model, critic=True, rewards=[scorer], **ON_HOST)
     assert FIRST not in plan.phases and phases_of(plan, SCORER, "weights") == set(plan.phases)
@@ -223,6 +268,7 @@ def test_models_of_another_kind_are_refused_with_what_to_give(model: str, tmp_pa
     several = scorer_of(tmp_path / "several", id2label={"0": "a", "1": "b", "2": "c"})
     with pytest.raises(BuildError, match="gives 3 numbers"):
         rb.plan(model, rewards=[several], **ON_HOST)
+    assert rb.plan(model, rewards=[rb.rewards.model(several, output=1)], **ON_HOST).of(SCORER, "weights") > 0
     with pytest.raises(BuildError, match=r"rewards=\["):
         rb.plan(model, rewards=model, **ON_HOST)
 
@@ -261,14 +307,22 @@ def test_an_average_is_the_policy_in_float32_over_all_ranks_and_in_the_copies(mo
 
 
 @pytest.mark.parametrize(
-    "asked", [{"critic": True}, {"reward": "scorer"}, {"reference": True}, {"ema": True}, {"reward": rb.rewards.model}]
+    "asked",
+    [
+        {"critic": True},
+        {"reward": "scorer"},
+        {"reference": True},
+        {"ema": True},
+        {"reward": {"as_sampled": True}},
+        {"reward": {}},
+    ],
 )
 def test_a_trainers_models_that_do_not_fit_beside_the_sessions_are_refused_with_the_plan(
     asked: dict[str, Any], model: str, scorer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = dict(asked)
     if "reward" in given:
-        given["reward"] = [scorer if given["reward"] == "scorer" else rb.rewards.model(scorer, as_sampled=True)]
+        given["reward"] = [scorer if given["reward"] == "scorer" else rb.rewards.model(scorer, **given["reward"])]
     options = SessionOptions(model, model, 0, Train(shards=1), Inference(kv_cache_bytes=256 << 20))
     alone = rb.plan(model, train=options.train, inference=options.inference, undo=0, gpus="0x1GiB").least
     monkeypatch.setattr(check, "_memory", lambda: (Devices(0, alone), alone))

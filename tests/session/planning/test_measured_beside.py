@@ -9,8 +9,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 import rlbench as rb
 from rlbench.tiny.cache import ensure
+from rlbench.tiny.tokenizer import build_tokenizer
 from tests.session.planning.measuring import LENGTH
-from tests.session.planning.measuring_beside import TOKENS, by_owner, critic_step, measured, planned, scoring
+from tests.session.planning.measuring_beside import (
+    TOKENS,
+    by_owner,
+    critic_step,
+    measured,
+    planned,
+    scoring,
+    scoring_whole,
+)
 from tests.session.planning.test_measured import ONE_MILLION
 
 pytestmark = pytest.mark.slow
@@ -66,6 +75,13 @@ def test_so_does_one_on_a_gpu(train):
 def test_a_reward_model_takes_what_was_planned(policy, scorer, train, count):
     taken = measured(scoring, policy, train, count, scorer, [*[LENGTH] * (TOKENS // LENGTH - 1), LENGTH // 2])
     assert_close(by_owner(planned(policy, train, count, rewards=[scorer])[1]), taken)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 2, "dtype": "bfloat16"}], ids=str)
+def test_so_does_one_that_each_rank_loads_whole(policy, scorer, options):
+    build_tokenizer(LENGTH).save_pretrained(scorer)
+    reward = rb.rewards.model(scorer, device="cpu", **options)
+    assert_close(by_owner(planned(policy, {}, 1, rewards=[reward])[1]), scoring_whole(reward))
 
 
 @pytest.mark.gpu
