@@ -150,9 +150,8 @@ class model(Scorer):
             except (OSError, ValueError) as error:
                 raise DataError(f"{self.path} is no reward model that can be loaded: {error}") from error
             self._check(model, sorted(report["missing_keys"]))
-            model.config.get_text_config().use_cache = (
-                False  # keys and values of all layers, for tokens that never come
-            )
+            # keys and values of all layers, for tokens that never come
+            model.config.get_text_config().use_cache = False
             reading = HearingReader if hears(config) else SeeingReader
             reader = reading(model, str(self.path)) if with_media else None
             self._loaded = model.to(device).eval(), tokenizer, reader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -77,7 +78,8 @@ def return_free_memory() -> None:
     """
     if hasattr(_libc, "mallctl"):  # jemalloc
         for name in ("thread.tcache.flush", f"arena.{ALL_ARENAS}.purge"):
-            if error := _libc.mallctl(name.encode(), None, None, None, ctypes.c_size_t(0)):
+            error = _libc.mallctl(name.encode(), None, None, None, ctypes.c_size_t(0))
+            if error and (name, error) != ("thread.tcache.flush", errno.EFAULT):  # a thread that has no cache
                 raise OSError(error, f"jemalloc's {name} failed: {os.strerror(error)}")
     elif hasattr(_libc, "malloc_trim"):  # glibc
         _libc.malloc_trim(0)

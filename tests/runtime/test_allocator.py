@@ -60,9 +60,14 @@ def test_where_it_cannot_be_loaded_workers_keep_their_own(own, folder, tmp_path,
     assert not any("PRELOAD" in word for word in head.command(1, tmp_path, 1, 0))
 
 
-@pytest.mark.parametrize("by", ["glibc", pytest.param("jemalloc", marks=needs_library)])
+@pytest.mark.parametrize(
+    "by",
+    ["glibc", *(pytest.param(by, marks=needs_library) for by in ("jemalloc", "jemalloc without caches of threads"))],
+)
 def test_freed_pages_stay_until_they_are_given_back(own, by):
-    started_with = allocator.environment() if by == "jemalloc" else {}
+    started_with = allocator.environment() if by != "glibc" else {}
+    if "without" in by:
+        started_with["MALLOC_CONF"] += ",tcache:false"
     said = subprocess.run(
         ["env", *(f"{name}={value}" for name, value in started_with.items()), sys.executable, "-c", FREE],
         capture_output=True,

@@ -15,7 +15,7 @@ from rlbench.runtime import cluster
 from rlbench.session.options import POLICY, SessionOptions
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.request import Request
-from rlbench.session.planning.reward_models import planned_rewards
+from rlbench.session.planning.reward_models import planned_reward, reward_models
 from rlbench.units import format_bytes
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def need_trainer_room(options: SessionOptions, spec: TrainerSpec | TextSpec) -> 
 
     asked_critic, scorers, ema = None, [], False
     if isinstance(spec, TrainerSpec):  # one on texts has a reference alone
-        asked_critic, scorers, ema = spec.critic, list(planned_rewards(spec.reward, options.path)), spec.ema
+        asked_critic, scorers, ema = spec.critic, list(reward_models(spec.reward)), spec.ema
     critic, reference = (
         None if not asked or isinstance(asked, SessionEngine) else options.path if asked is True else str(asked)
         for asked in (asked_critic, spec.reference)
@@ -63,9 +63,10 @@ def need_trainer_room(options: SessionOptions, spec: TrainerSpec | TextSpec) -> 
         return
     beside = [path for path in (critic, reference, options.path if ema else None) if path is not None]
     there = _memory()
-    if there is None or _plainly_fits(options, [*beside, *(scorer.path for scorer in scorers)], there[1]):
+    if there is None or _plainly_fits(options, [*beside, *(str(scorer.path) for scorer in scorers)], there[1]):
         return
-    request = replace(_request(options, there[0]), critic=critic, rewards=tuple(scorers), ema=ema)
+    planned = tuple(planned_reward(scorer, options.path) for scorer in scorers)
+    request = replace(_request(options, there[0]), critic=critic, rewards=planned, ema=ema)
     if request.reference is None:
         request = replace(request, reference=reference)
     elif reference is not None:  # one more, whose weights the ranks hold as those of a teacher

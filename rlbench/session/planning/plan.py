@@ -16,7 +16,7 @@ from rlbench.session.options import Inference, Train, model_at, reference_at
 from rlbench.session.planning.devices import Devices
 from rlbench.session.planning.pictures import Pictures
 from rlbench.session.planning.request import CRITIC, SCORER, PlannedReward, Request, numbered
-from rlbench.session.planning.reward_models import of_model
+from rlbench.session.planning.reward_models import planned_reward
 from rlbench.session.planning.uses import (
     RANK,
     REPLICA,
@@ -220,7 +220,7 @@ def _rewards_at(rewards: Any, policy: str) -> tuple[PlannedReward, ...]:
 def _reward_at(reward: Any, policy: str) -> PlannedReward:
     if not isinstance(reward, RewardModel):
         return PlannedReward(_found("rewards", reward))
-    return replace(of_model(reward, policy), path=_found("rewards", reward.path))
+    return replace(planned_reward(reward, policy), path=_found("rewards", reward.path))
 
 
 def _found(option: str, named: Any) -> str:

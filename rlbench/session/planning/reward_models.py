@@ -12,19 +12,22 @@ from rlbench.errors import DataError
 from rlbench.session.planning.request import PlannedReward
 
 
-def planned_rewards(reward: Any, policy: str) -> Iterator[PlannedReward]:
-    """Yield the reward models of a trainer of `policy`: folders, `rb.rewards.model`, and those in a list."""
+def reward_models(reward: Any) -> Iterator[PlannedReward | rewards.model]:
+    """Yield the reward models in what a trainer is given: folders, `rb.rewards.model`, and those in a list."""
     if isinstance(reward, list | tuple):
         for one in reward:
-            yield from planned_rewards(one, policy)
+            yield from reward_models(one)
     elif isinstance(reward, rewards.model):
-        yield of_model(reward, policy)
+        yield reward
     elif isinstance(reward, str | Path) and Path(reward).is_dir():
         yield PlannedReward(str(reward))
 
 
-def of_model(reward: rewards.model, policy: str) -> PlannedReward:
-    """How ranks hold such a one: split over them where it reads what was sampled, else each whole."""
+def planned_reward(reward: PlannedReward | rewards.model, policy: str) -> PlannedReward:
+    """How the ranks of a trainer of `policy` hold one: `rb.rewards.model` split over them where it reads what was
+    sampled, else each whole. That is seen by the tokenizers, which it opens."""
+    if isinstance(reward, PlannedReward):
+        return reward
     path = str(reward.path)
     if reward.as_sampled and _reads_tokens_of(reward, policy):
         return PlannedReward(path)
