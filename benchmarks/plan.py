@@ -1,9 +1,9 @@
 """The memory that `rb.plan` foretells against what a rank then takes, by owner: full training and LoRA, on the CPU.
 
-A rank is built in a process of its own, which computes with the OpenMP runtime and as many threads as that of a
-session, and takes a step of two micro-batches, so that gradients are there in the second. Weights, gradients and
-optimizer are counted as the monitor counts them; what a pass takes is the highest sum of its tensors (`LiveMemory`),
-and with the allocator's slack the growth of the process's resident memory.
+A rank is built in a process of its own, which computes with the OpenMP runtime, the allocator and as many threads as
+that of a session, and takes a step of two micro-batches, so that gradients are there in the second. Weights,
+gradients and optimizer are counted as the monitor counts them; what a pass takes is the highest sum of its tensors
+(`LiveMemory`), and with the allocator's slack the growth of the process's resident memory.
 
     python -m benchmarks.plan                              # 0.8 M to 0.5 B parameters
     python -m benchmarks.plan --models bench-100m --tokens 4096 --length 512 --checkpointing
@@ -47,6 +47,7 @@ class Rank:
         self.rank = TrainRank(0, 1, TrainConfig(device="cpu"))
         spec = cloudpickle.dumps(PolicySpec(self.path, **self.train))
         self.vocabulary = self.rank.build(spec, self.rank.rendezvous() or ("", 0))["vocab_size"]
+        openmp.leave_no_notes()
 
     def turn(self) -> Record:
         """Step once, so that there is an optimizer, then measure the passes of the next step."""

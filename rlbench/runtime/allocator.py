@@ -22,6 +22,7 @@ what is freed until it is asked for its free pages: a step's memory is the next 
 anew costs its zeros."""
 PAGE_BYTES = 4096
 """The largest page of a system that Ray's build of it runs on."""
+WHY_NOT = f"Ray has no {LIBRARY}, its path has a blank or a colon in it, or pages are larger than {PAGE_BYTES} bytes"
 
 
 def library() -> Path | None:

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlbench.runtime import openmp
+from rlbench.runtime import allocator, openmp
 from rlbench.runtime.worker_start import JOB_BYTES, RAYS_OWN, SOCKET
 
 PRELOADED = ("rlbench.workers.preload",)
@@ -42,6 +42,8 @@ def main(address: str) -> None:
         listening.bind(address)
         Path(address).with_suffix(".pid").write_text(str(os.getpid()))
         listening.listen(64)
+        if not allocator.environment():
+            print(f"rlbench: workers keep the C library's allocator: {allocator.WHY_NOT}", flush=True)
         set_by_imports = preload()
         if reason := why_not():
             print(f"rlbench: workers start without the warm process: {reason}", flush=True)

@@ -175,6 +175,13 @@ def test_a_process_whose_imports_start_threads_forks_nobody(serve, ask):
     assert "no warm process" in ask()[0]
 
 
+def test_it_says_where_ray_has_no_allocator_for_workers(serve, tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/__init__.py").touch()
+    said = serve("threaded", ends=True).communicate(timeout=LIMIT_S)[0]
+    assert "workers keep the C library's allocator: Ray has no core/libjemalloc.so" in said
+
+
 def test_a_thread_forbids_a_fork():
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)

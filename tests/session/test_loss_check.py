@@ -9,7 +9,7 @@ import torch
 
 from rlbench.errors import LossError
 from rlbench.rl import grpo, token_tis
-from rlbench.session.training.loss_check import ship, trial_inputs, trusts_old_logprobs
+from rlbench.session.training.loss_check import ship, trial_inputs, trusts_old_logprobs, weighs_by_advantages
 from tests.data.values import rollouts
 
 
@@ -29,7 +29,30 @@ def refused(loss, batch):
     return str(error.value)
 
 
+class Brittle(torch.autograd.Function):
+    """The log-probs times the advantages, whose backward refuses advantages that are no numbers, or any."""
+
+    @staticmethod
+    def forward(ctx, logprobs, advantages, always):
+        ctx.save_for_backward(advantages)
+        ctx.always = always
+        return -logprobs * advantages
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (advantages,) = ctx.saved_tensors
+        if ctx.always or advantages.isnan().any():
+            raise ValueError("no numbers")
+        return -gradient * advantages, None, None
+
+
 # -- what is taken
+
+
+def test_a_loss_whose_backward_takes_no_nan_is_taken_and_weighs_by_advantages(batch):
+    shipped = ship(lambda inputs: (Brittle.apply(inputs.logprobs, inputs.advantages, False), {}), batch)
+    assert weighs_by_advantages(shipped, batch)
+    assert not weighs_by_advantages(ship(lambda inputs: (-inputs.logprobs, {}), batch), batch)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +154,14 @@ def test_a_loss_that_raises_shows_its_error_and_its_line(batch):
     assert "`broken` raised AttributeError: 'LossInputs' object has no attribute 'logprob'" in said
     assert "Engines are untouched" in said and "wrong = inputs.logprob  # not a field" in said
     assert "\n  broken, " in said and "test_loss_check.py, line " in said
+
+
+def test_a_loss_whose_backward_raises_shows_its_error(batch):
+    def broken(inputs):
+        return Brittle.apply(inputs.logprobs, inputs.advantages, True), {}
+
+    said = refused(broken, batch)
+    assert "`broken` raised ValueError in its backward: no numbers" in said and "Engines are untouched" in said
 
 
 def test_the_line_shown_is_the_users_not_that_of_the_library_it_called(batch):

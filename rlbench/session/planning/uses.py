@@ -11,7 +11,7 @@ from typing import Any
 from rlbench.data.texts.media_features import MOST_CACHED
 from rlbench.defaults import KV_BYTES
 from rlbench.session.planning.model import Held, Model
-from rlbench.session.planning.request import CRITIC, SCORER, Request, numbered
+from rlbench.session.planning.request import CRITIC, SCORER, PlannedReward, Request, numbered
 from rlbench.session.state.step_copies import SPARE_BYTES
 from rlbench.trainers.passes.cost import LOGITS, PassPlan
 from rlbench.trainers.passes.images import patch_numbers
@@ -147,28 +147,32 @@ def scorer_uses(models: Mapping[str, Model], request: Request, rows: tuple[int, 
     when it first scores, and stays where it is."""
     gpu, found = request.devices.gpus > 0, {}
     planned = numbered(SCORER, request.rewards)
-    whole = {role: _whole_scorer(role, models[role], request, rows) for role in models if planned[role].whole}
+    split = [role for role in models if not planned[role].whole]
     for role, model in models.items():
-        if role in whole:
+        if role not in split:
+            found[role] = _whole_scorer(role, planned[role], model, request, rows)
             continue
         weights = _bytes(model, request.beside.shards, lambda held: held.item)
         found[role] = [
             Use(role, "weights", only(weights, FIRST, REWARDS) if gpu else always(weights), sure=True),
             *_scoring(role, model, request.beside, padded(rows)),
         ]
-    here = {role: sum(use.phases.get(REWARDS, 0) for use in uses if not use.host) for role, uses in found.items()}
-    for role, uses in found.items() if gpu else ():
+    here = {role: sum(use.phases.get(REWARDS, 0) for use in found[role] if not use.host) for role in split}
+    for role in split if gpu else ():
+        uses = found[role]
         scoring = role == max(here, key=lambda one: here[one])
         if not scoring:
             uses[:] = [use if use.host else _without(use, REWARDS) for use in uses]
         sent = but(uses[0].most, FIRST, REWARDS) if scoring else but(uses[0].most, FIRST)
         uses.insert(1, Use(role, "weights, offloaded", sent, host=True))
-    return {role: whole.get(role) or found[role] for role in models}
+    return found
 
 
-def _whole_scorer(role: str, model: Model, request: Request, rows: tuple[int, ...]) -> list[Use]:
+def _whole_scorer(
+    role: str, planned: PlannedReward, model: Model, request: Request, rows: tuple[int, ...]
+) -> list[Use]:
     """What `rb.rewards.model` adds to each rank."""
-    planned, gpu = numbered(SCORER, request.rewards)[role], request.devices.gpus > 0
+    gpu = request.devices.gpus > 0
     weights = _bytes(model, 1, lambda held: held.item)
     scoring = _scoring(role, model, request.alone, (max(rows),) * planned.rows if rows else ())
     uses = [Use(role, "weights", but(weights, FIRST) if gpu else always(weights), sure=True), *scoring]
@@ -339,7 +343,7 @@ def _passes(
     if not request.devices.gpus:
         largest = max(costs.values(), key=lambda owners: sum(owners.values()))
         gradient = max((held.local(1) * held.item for held in model.held if held.trains), default=0)
-        slack = {"allocator": HOST_FIRST_PASS + round(HOST_SLACK * sum(largest.values())) + gradient * bool(trained)}
+        slack = {"allocator": HOST_FIRST_PASS + round(HOST_SLACK * sum(largest.values())) + gradient}
         costs = {phase: {**largest, **slack} for phase in ALL_PHASES}
     owners = sorted({owner for found in costs.values() for owner in found})
     phases = {owner: {phase: found.get(owner, 0) for phase, found in costs.items()} for owner in owners}

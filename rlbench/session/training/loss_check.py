@@ -249,7 +249,11 @@ def _tried(loss: Loss, name: str, inputs: LossInputs) -> tuple[set[str], dict[st
             )
     sources = [one for one in sources_of_gradient(inputs) if one is not inputs.entropy]
     what = "log-probs" if inputs.scores is None else "scores"
-    found = torch.autograd.grad(total, sources, allow_unused=True)
+    try:
+        found = torch.autograd.grad(total, sources, allow_unused=True)
+    except Exception as error:
+        said = f"`{name}` raised {type(error).__name__} in its backward: {error}"
+        raise user_error(LossError, said, error, f"\n  {UNTOUCHED}") from None
     if all(gradient is None for gradient in found):
         raise LossError(f"`{name}` gives the {what} no gradient: did it use old_logprobs alone? {UNTOUCHED}")
     if not all(gradient is None or torch.isfinite(gradient).all() for gradient in found):

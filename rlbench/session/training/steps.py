@@ -3,7 +3,6 @@ exactly 1) are kept, so that further steps on the same tokens have ratios agains
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -180,12 +179,7 @@ def _backward(core: SessionCore, batch: TrainBatch, loss: Any, options: PolicyOp
         track=True,
         observer=view,
     )
-    try:
-        known = _batch_metrics(batch) | {"no_signal": _no_signal(batch, shipped)}  # while the ranks compute
-    except (Exception, Stopped):  # of the user's loss
-        with contextlib.suppress(Exception, Stopped):
-            yield running
-        raise
+    known = _batch_metrics(batch) | {"no_signal": _no_signal(batch, shipped)}  # while the ranks compute
     merged = yield running
     tokens = {name: rows.values for name, rows in merged.pop("channels").items()}
     if why := merged.pop("padded_as"):
