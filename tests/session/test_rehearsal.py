@@ -10,7 +10,7 @@ from rlbench import notebook
 from rlbench.errors import CheckFailed, DataError, StateError
 from rlbench.session.checks.rehearsal import through, worst_batch
 from rlbench.tiny import tasks
-from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.micro_batches import plan_micro_batches
 
 pytestmark = pytest.mark.engine
 LENGTH = 256

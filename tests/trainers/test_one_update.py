@@ -14,7 +14,7 @@ from rlbench.data.prompts.prompt import Prompt
 from rlbench.errors import LossError
 from rlbench.rl import LossInputs, clip_cov, gspo, high_entropy, ppo
 from rlbench.trainers.experience.values import Experience
-from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.micro_batches import plan_micro_batches
 from rlbench.trainers.update.experience_update import PolicyUpdate
 from tests.modules import RAGGED, batch_of
 from tests.ranks import SameRanks

@@ -20,7 +20,7 @@ from transformers import (
 
 from rlbench.errors import DataError, EngineError
 from rlbench.trainers.passes.forward import PolicyModel
-from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.micro_batches import plan_micro_batches
 from rlbench.trainers.passes.token_stats import token_stats
 from tests.modules import RAGGED, VOCAB, RunningMeanModel, batch_of, save_qwen
 

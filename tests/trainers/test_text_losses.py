@@ -14,7 +14,7 @@ from rlbench import rl
 from rlbench.data.batches.batch import TrainBatch, of_texts
 from rlbench.data.texts.preferences import of_pairs
 from rlbench.errors import LossError
-from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.micro_batches import plan_micro_batches
 from tests.modules import RAGGED, VOCAB, qwen_on_meta
 from tests.ranks import ranks
 from tests.trainers.policy_reference import assert_gradients, forward_backward

@@ -24,7 +24,7 @@ from rlbench.trainers.passes.chunked_head import token_bytes
 from rlbench.trainers.passes.cost import PassCost, PassPlan, pass_cost
 from rlbench.trainers.passes.images import ImageReader
 from rlbench.trainers.passes.meta_images import image_tokens, tower_peak
-from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.micro_batches import plan_micro_batches
 from rlbench.trainers.update.options import PolicyOptions
 
 KEPT = 64

@@ -31,7 +31,7 @@ from rlbench.strategies.optim.optimizer_set import Stepped
 from rlbench.strategies.steps import StepResult
 from rlbench.trainers.passes.loss_value import LossCache
 from rlbench.trainers.passes.metrics import MetricSums
-from rlbench.trainers.passes.packing import plan_micro_batches
+from rlbench.trainers.passes.micro_batches import plan_micro_batches
 from rlbench.trainers.passes.sharing import own_slices
 from rlbench.trainers.passes.step_plan import Slice, tokens_of_loss
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
