@@ -57,11 +57,22 @@ class SessionSide:
         if not self.keep:
             self.session.close()
 
-    def rollouts(self, prompts: int = PROMPTS, n: int = SAMPLES, tokens: int = TOKENS, geometric: bool = False) -> Any:
-        """Sample completions of the next prompts, all of `tokens`, or of geometric lengths up to that."""
+    def rollouts(
+        self,
+        prompts: int = PROMPTS,
+        n: int = SAMPLES,
+        tokens: int = TOKENS,
+        geometric: bool = False,
+        behind: int = 0,
+    ) -> Any:
+        """Sample completions of the next prompts, all of `tokens`, or of geometric lengths up to that; of prompts said
+        again and again up to so many letters, that is tokens, where `behind` says so."""
         from benchmarks.handwritten_loop import GEOMETRIC_BIAS
 
         asked = [self.message(next(self.prompts)) for _ in range(prompts)]
+        if behind:
+            texts = [f"{one[0]['content']} " * behind for one in asked]
+            asked = [[{"role": "user", "content": text[:behind]}] for text in texts]
         lengths: dict[str, Any] = {"ignore_eos": True}
         if geometric:
             lengths = {"logit_bias": {self.session.tokenizer.eos_token_id: GEOMETRIC_BIAS}}
@@ -155,11 +166,12 @@ class SessionSide:
         self.batch = scored.batch(advantage=rb.rl.group_normalized())
         return {"tokens": int(self.batch.lengths.sum()), "trained": int(self.batch.tokens)}
 
-    def train(self, packing: bool = True) -> Record:
-        """Take a train step on the batch; also the share of the computed tokens that were padding."""
+    def train(self, packing: bool = True, share_prompts: bool = False) -> Record:
+        """Take a train step on the batch; also the share of the computed tokens that were padding, and that of the
+        batch's tokens that were not computed."""
         begin = time.perf_counter()
-        metrics = self.session.train_step(self.batch, packing=packing)
-        return {"s": time.perf_counter() - begin, "padding": metrics.padding}
+        metrics = self.session.train_step(self.batch, packing=packing, share_prompts=share_prompts)
+        return {"s": time.perf_counter() - begin, "padding": metrics.padding, "shared": metrics.shared}
 
     def logprobs(self) -> Record:
         """Compute the batch's log-probs: one forward."""

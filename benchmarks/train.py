@@ -1,8 +1,10 @@
-"""The train step alone: its fixed cost on a tiny batch, and what packing gains on ragged lengths.
+"""The train step alone: its fixed cost on a tiny batch, what packing gains on ragged lengths, and shared prompts.
 
 Fixed cost: a whole `train_step` on 80 response tokens of the tiny model, where computing takes next to nothing.
 Packing: the same batch of geometric lengths (mean 32, limit 256), packed and padded, in turns; padded micro-batches are
 made of rows of like length already, and the ratio is held against the tokens that padding adds to them.
+Shared prompts: 8 x 8 completions of 64 tokens behind prompts of 256 letters, each computed for every completion and
+once for its eight, in turns; the ratio is held against that of the tokens.
 
     python -m benchmarks.train
 """
@@ -39,12 +41,28 @@ def ragged(at: Stage) -> Measuring:
         yield {f"{name}_{key}": value for name, record in found.items() for key, value in record.items()}
 
 
+def prompts(at: Stage) -> Measuring:
+    """Yield seconds of a train step that computes prompts once, or for each completion, and the share that is saved."""
+    side = at.side("benchmarks.session_side", json.dumps({"model": model_folder("bench-10m")}))
+    side.ready()
+    side.turn(verb="prepare", behind=256)
+    for share in (True, False):
+        side.turn(verb="train", share_prompts=share)
+    while True:
+        found = {name: side.turn(verb="train", share_prompts=name == "once") for name in ("once", "each")}
+        yield {f"{name}_{key}": value for name, record in found.items() for key, value in record.items()}
+
+
 def gain(found: Round) -> float:
     """Return how much of what padding costs in tokens packing gains in time."""
     return found["padded_s"] / found["packed_s"] * (1 - found["padded_padding"])
 
 
-EXPERIMENTS = (Experiment("fixed", fixed, 20, 0.2), Experiment("ragged", ragged, 5, 0.5))
+EXPERIMENTS = (
+    Experiment("fixed", fixed, 20, 0.2),
+    Experiment("ragged", ragged, 5, 0.5),
+    Experiment("prompts", prompts, 5, 0.5),
+)
 FIGURES = (
     Figure(
         "fixed-cost",
@@ -54,6 +72,13 @@ FIGURES = (
         unit="ms",
         bar=40.0,
         better="less",
+    ),
+    Figure(
+        "prompts",
+        "train step with prompts computed once: seconds without / with, over tokens without / with",
+        "prompts",
+        lambda found: found["each_s"] / found["once_s"] * (1 - found["once_shared"]),
+        bar=0.9,
     ),
     Figure("ragged", "packed train step: padded / packed seconds, over padded / real tokens", "ragged", gain, bar=0.9),
 )

@@ -212,6 +212,8 @@ def test_the_cost_line_of_a_step_says_what_was_measured_and_nothing_else():
     unmeasured = {"micro_batches": 1, "padding": 0.25, "peak_bytes": None}
     bare = progress.train_cost_line("forward_backward", unmeasured, 500, 2)
     assert bare == "forward_backward · 1 micro-batch · 2 s · 250 tok/s · padding 25 %"
+    shared = progress.train_cost_line("train_step", values | {"shared": 0.6}, 5000, 1.9)
+    assert "padding 0 % · shared 60 % · peak" in shared
     named = progress.train_cost_line("train_step", values | {"aggregation": "token-mean"}, 5000, 1.9)
     assert named.startswith("train_step · token-mean · 16 micro-batches")
     skipped = progress.train_cost_line("train_step", values | {"skipped": "inf in a gradient"}, 5000, 1.9)

@@ -69,6 +69,19 @@ def test_forward_backward_then_optim_step_equals_train_step(session, batch):
     assert session.optim_step().grad_norm > 0
 
 
+def test_prompts_that_samples_share_are_computed_once_where_asked_for(session, batch):
+    plain = session.forward_backward(batch, loss=my_loss)
+    session.zero_grad()
+    shared = session.forward_backward(batch, loss=my_loss, share_prompts=True)
+    session.zero_grad()
+    prompts = {tuple(row): len(row) for row in batch.prompts}
+    once = sum(prompts.values()) + batch.tokens
+    assert plain.shared == 0 and 0 < shared.shared <= 1 - once / batch.lengths.sum() + 1e-9
+    assert shared.loss == pytest.approx(plain.loss, abs=1e-5)
+    np.testing.assert_allclose(shared.tokens["logprobs"], plain.tokens["logprobs"], atol=1e-4)
+    assert session.loss_lab(batch, ["grpo"], share_prompts=True)["grpo"].step().shared == shared.shared
+
+
 def test_a_second_step_on_a_batch_has_ratios_against_the_first(session, batch):
     fresh = batch.replace(sampler_logprobs=batch.sampler_logprobs - 1e-3)  # other tokens' identity: never seen
     first = session.train_step(fresh, loss=my_loss, lr=1e-3)

@@ -12,8 +12,9 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 import rlbench.nn
-from rlbench.data.base.ragged import rows_in_order
+from rlbench.data.base.ragged import Ragged, rows_in_order
 from rlbench.errors import DataError, EngineError, LossError, Stopped
+from rlbench.options import OptionError
 from rlbench.rl import LossInputs, grpo
 from tests.modules import RAGGED, RunningMeanModel
 from tests.ranks import RankFailure, SameRanks, ranks
@@ -48,6 +49,45 @@ def test_gradient_and_metrics_are_those_of_one_plain_process_however_the_batch_i
         assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert 0 < results[0]["metrics"]["clip_fraction"] < 1
     assert "loss/kl" not in results[0]["metrics"]  # the loss's own KL is `ref_kl`
+
+
+@pytest.mark.parametrize(("world_size", "budget"), [(1, None), (2, 30), (2, 18)])
+def test_gradient_and_metrics_are_the_same_where_prompts_are_shared(
+    qwen: str, trained: SameRanks, world_size: int, budget: int | None
+) -> None:
+    given = batch(lengths=[(9, 6), (5, 4), (9, 3), (9, 6), (5, 2), (4, 8), (5, 7)], temperature=0.8)
+    firsts = [0, 1, 0, 0, 1, 5, 1]
+    given = given.replace(prompts=given.prompts.take(firsts))
+    model = Qwen2ForCausalLM.from_pretrained(qwen)
+    total, expected = by_hand(model, given, GRPO, "token-mean")
+    total.backward()
+    with trained(world_size) as engine:
+        results = forward_backward(engine, given, share_prompts=True, token_budget=budget)
+        assert_gradients(engine, model)
+        computed, shared = (sum(result[name] for result in results) for name in ("computed", "shared"))
+        assert shared > 0 and computed + shared == given.lengths.sum()
+        for name, value in expected.items():
+            assert results[0]["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        scored, plain = (
+            rows_in_order(engine.call("policy_forward", given, {"share_prompts": share, "token_budget": budget}))
+            for share in (True, False)
+        )
+        np.testing.assert_allclose(scored["logprobs"].values, plain["logprobs"].values, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "named"),
+    [
+        ({}, {"aux_loss_coef": 0.1}, "aux_loss_coef=0.1"),
+        ({}, {"packing": False}, "packing=False"),
+        ({"routing": Ragged.from_rows([np.zeros((12, 1, 1), np.int16)], np.int16)}, {}, "experts"),
+    ],
+)
+def test_prompts_are_not_shared_where_each_sequence_has_to_be_whole(
+    trained: SameRanks, fields: dict[str, Any], options: dict[str, Any], named: str
+) -> None:
+    with trained(1) as engine, pytest.raises(OptionError, match=f"share_prompts=True and .*{named}"):
+        forward_backward(engine, batch(lengths=[(3, 9)], **fields), share_prompts=True, **options)
 
 
 def test_a_rank_without_rows_takes_part_and_adds_nothing(qwen: str, trained: SameRanks) -> None:

@@ -65,6 +65,7 @@ METRICS = (
     Metric("truncated", "share", "responses cut at the length limit", "truncated", ("response_length/clip_ratio", "completions/clipped_ratio")),
     Metric("tokens_per_s", "tok/s", "prompt and response tokens of the batch / seconds of the step", "", ("perf/throughput",)),
     Metric("padding", "share", "computed tokens that belong to no sequence"),
+    Metric("shared", "share", "tokens of the sequences that were not computed, as another has the same prompt"),
     Metric("micro_batches", "count", "passes of each rank"),
     Metric("peak_bytes", "bytes", "most device memory of a rank in forward and backward"),
     Metric("seconds/total", "s", "the verb; its parts are the other seconds/…", "", ("timing_s/step", "step_time")),

@@ -296,7 +296,7 @@ def cost_line(rollouts: Rollouts, seconds: float) -> str:
 
 def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: float) -> str:
     """`train_step · token-mean · 16 micro-batches · 1.9 s · 3.1k tok/s · padding 0 % · peak 1.2 GiB · v42`"""
-    count, padding = values.get("micro_batches"), values.get("padding")
+    count, padding, shared = (values.get(name) for name in ("micro_batches", "padding", "shared"))
     return _joined(
         what,
         values.get("aggregation") or "",
@@ -304,6 +304,7 @@ def train_cost_line(what: str, values: Mapping[str, Any], tokens: int, seconds: 
         format_seconds(seconds),
         format_rate(values.get("tokens_per_s") or tokens / max(seconds, 1e-6)),
         "" if padding is None else f"padding {format_percent(padding)}",
+        f"shared {format_percent(shared)}" if shared else "",
         _peak(values.get("peak_bytes")),
         f"v{values['version']}" if "version" in values else "",
         NO_SIGNAL if values.get("no_signal") == 1 else "",

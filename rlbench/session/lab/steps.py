@@ -31,6 +31,7 @@ def loss_lab(
     parameter_gradients: bool = False,
     token_budget: int | None = None,
     packing: bool | None = None,
+    share_prompts: bool = False,
     head: str = "auto",
 ) -> Generator[ChainStep, Any, LossLab]:
     """Compare losses on one batch: one forward without gradient for all of them; nothing is stepped.
@@ -42,7 +43,7 @@ def loss_lab(
         parameter_gradients: compare the whole gradients of the parameters as well, in `lab.parameters`. Each loss
             costs a forward and a backward more, and all but one a copy of the gradients in host memory. Gradients
             that wait for a step stay as they are.
-        token_budget, packing, head: as for `train_step`.
+        token_budget, packing, share_prompts, head: as for `train_step`.
 
     Returns:
         `LossLab`: shows itself; `lab.table()`, `lab[name].step()`, `lab.sweep(name, field, values)`, `lab.what_if()`,
@@ -50,7 +51,7 @@ def loss_lab(
     """
     from rlbench.trainers.update.stateful_loss import has_state, with_state
 
-    options = PolicyOptions(token_budget, packing, aggregation, head=head)
+    options = PolicyOptions(token_budget, packing, aggregation, head=head, share_prompts=share_prompts)
     check_batch(batch, "loss_lab")
     named = named_losses(losses)
     bound = Bound(core, batch, core.version, options)

@@ -45,6 +45,7 @@ def train_step(
     aggregation: Any = None,
     token_budget: int | None = None,
     packing: bool | None = None,
+    share_prompts: bool = False,
     head: str = "auto",
     lr: float | None = None,
     no_signal: str = "step",
@@ -61,6 +62,9 @@ def train_step(
             GPU of more than 32 GiB.
         packing: several sequences in one row without padding; False pads. None: without where the model computes the
             same so; where it does not (layers that recur) a warning says once that rows are padded.
+        share_prompts: compute a prompt once for all its sequences in a micro-batch, in which they go together: the
+            gain is large where prompts are long beside their responses, and numbers are equal to rounding. The
+            metrics' `shared` says which part of the batch's tokens was not computed again.
         head: "chunked" never holds the logits, "plain" does; "auto": chunked where the model allows it. The
             metrics' `head` says which it was, and why.
         lr: learning rate of this step alone; `session.lr = …` changes it for good. Groups of the optimizer that
@@ -75,7 +79,7 @@ def train_step(
     begin = time.perf_counter()
     if no_signal not in ("step", "skip"):
         raise OptionError(f"no_signal={no_signal!r}: 'step' or 'skip'")
-    options = PolicyOptions(token_budget, packing, aggregation, head=head, whole_step=True)
+    options = PolicyOptions(token_budget, packing, aggregation, head=head, whole_step=True, share_prompts=share_prompts)
     view = _view("train_step", batch)
     metrics, anchored = yield from _backward(core, batch, loss, options, view)
     values = dict(metrics)
@@ -104,11 +108,12 @@ def forward_backward(
     aggregation: Any = None,
     token_budget: int | None = None,
     packing: bool | None = None,
+    share_prompts: bool = False,
     head: str = "auto",
 ) -> Generator[ChainStep, Any, Metrics]:
     """Accumulate the gradient of `loss` on `batch`; `optim_step()` uses it, `zero_grad()` drops it."""
     view = _view("forward_backward", batch)
-    options = PolicyOptions(token_budget, packing, aggregation, head=head)
+    options = PolicyOptions(token_budget, packing, aggregation, head=head, share_prompts=share_prompts)
     metrics, anchored = yield from _backward(core, batch, loss, options, view)
     version = core.version
     _check_stale(batch, anchored, version)
@@ -290,13 +295,15 @@ def _no_signal(batch: TrainBatch, loss: ShippedLoss) -> float | None:
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the ranks' parts: per-token channels in order; the metrics are equal on all ranks.
 
-    `padding`: share of the computed tokens; `peak_bytes`: of the rank with the highest, None where not all measured.
+    `padding`: share of the computed tokens; `shared`: share of the rows' tokens that were not; `peak_bytes`: of the
+    rank with the highest, None where not all measured.
     """
     own = {name: parts[0][name] for name in ("metrics", "aggregation", "head", "micro_batches", "padded_as")}
-    padding, computed = (sum(part[name] for part in parts) for name in ("padding", "computed"))
+    padding, computed, saved = (sum(part[name] for part in parts) for name in ("padding", "computed", "shared"))
     peaks = [int(peak) for part in parts if (peak := part.get("peak_bytes")) is not None]
     peak = max(peaks) if len(peaks) == len(parts) else None
-    return {"channels": rows_in_order(parts), **own, "padding": padding / max(1, computed), "peak_bytes": peak}
+    shares = {"padding": padding / max(1, computed), "shared": saved / max(1, computed - padding + saved)}
+    return {"channels": rows_in_order(parts), **own, **shares, "peak_bytes": peak}
 
 
 def _batch_metrics(batch: TrainBatch) -> dict[str, Any]:

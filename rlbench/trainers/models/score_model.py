@@ -33,12 +33,12 @@ class ScoreModel(PolicyModel):
         """Say that there is no vocabulary."""
         return SCALAR
 
-    def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> None:
+    def prove(self, batch: TrainBatch, packed: bool, head: str = "auto", share_prompts: bool = False) -> None:
         """Prove once that scores are the same packed; collective."""
-        if (packed or self.ranks.size > 1) and not self._packing_proved:
+        if packed or self.ranks.size > 1:
             self._prove_packing(batch)
 
-    def _why_unpacked(self, batch: TrainBatch) -> str:
+    def _why_unpacked(self, batch: TrainBatch, share_prompts: bool = False) -> str:
         return why_unpacked(self.module, self.device, self.ranks)
 
     @contextmanager

@@ -18,11 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlbench.errors import EngineError
 from rlbench.strategies.internals import attention_of, flash_attention, has_attention, set_attention
 from rlbench.strategies.ranks.sequence import ALONE, SequenceGroup
+from rlbench.trainers.passes.prefixes import OWN
 from rlbench.trainers.passes.ring import ring_attention
 
 NAME = "rlbench_packed"
 _lengths: list[int] = []
-_ends: dict[torch.device, Tensor] = {}
+_after: list[int] = []
+_ends: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
 _ranks = [ALONE]
 FLASH_SINCE, MOST_WIDTH = (8, 0), 256
 """Compute capability, and width of a head, that the flash kernel needs."""
@@ -33,11 +36,14 @@ class NotCausal(EngineError):
 
 
 @contextmanager
-def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup = ALONE) -> Iterator[None]:
+def packed_attention(
+    module: nn.Module, lengths: list[int], ranks: SequenceGroup = ALONE, after: list[int] | None = None
+) -> Iterator[None]:
     """Make a transformers model attend within sequences of these lengths, of which a row is made; keep it on until the
     backward is done.
 
-    `ranks`: that hold a slice each of the row's tokens, all of one length.
+    `ranks`: that hold a slice each of the row's tokens, all of one length. `after`: for each sequence the number of an
+    earlier one, which does so for none, that it continues and sees as a whole (`prefixes.Places`).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -47,7 +53,7 @@ def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup
     towers = {id(getattr(own, name, None)) for name in ("vision_config", "audio_config")}
     configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config") and id(m.config) not in towers}
     chosen = [(c, attention_of(c)) for c in configs.values() if has_attention(c)]
-    _lengths[:], _ranks[:] = lengths, [ranks]
+    _lengths[:], _after[:], _ranks[:] = lengths, after or [OWN] * len(lengths), [ranks]
     try:
         for config, _ in chosen:
             set_attention(config, NAME)
@@ -55,8 +61,8 @@ def packed_attention(module: nn.Module, lengths: list[int], ranks: SequenceGroup
     finally:
         for config, before in chosen:
             set_attention(config, before)
-        _lengths.clear()
-        _ends.clear()
+        for held in (_lengths, _after, _ends, _masks):
+            held.clear()
         _ranks[:] = [ALONE]
 
 
@@ -97,21 +103,41 @@ def _attend_row(
 ) -> Tensor:
     """Attend over whole rows; query (rows, heads, total, width) → (rows, total, heads, width).
 
-    Neighbouring sequences of one length go through one call.
+    Neighbouring sequences of one length that continue the same, or none, go through one call.
     """
     if softcap is None and s_aux is None and not dropout and len(query) == 1 and fits_one_kernel(query, value):
         return _in_one_kernel(query, key, value, scaling, sliding_window)
-    runs = [(length, len(list(run))) for length, run in groupby(_lengths)]
-    spans = [count * length for length, count in runs]
+    runs = [(*kind, len(list(run))) for kind, run in groupby(zip(_lengths, _after, strict=True))]
+    spans = [count * length for length, _, count in runs]
     # split, not sliced: the gradient of each slice would be as large as the whole row, and summed to the others'
     parts = zip(*(t.split(spans, dim=2) for t in (query, key, value)), strict=True)
-    outputs = []
-    for (length, count), part in zip(runs, parts, strict=True):
-        q, k, v = (t.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for t in part)
-        mask = _window(length, sliding_window, q.device)
+    outputs, before = [], _Before(shared=max(_after) != OWN)
+    for (length, trunk, count), part in zip(runs, parts, strict=True):
+        q, k, v = (t.unflatten(2, (count, length)).transpose(1, 2) for t in part)  # (rows, count, heads, length, width)
+        k, v = before.continued(trunk, k, v)
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        mask = _mask(length, k.shape[2], sliding_window, q.device)
         attended = _within(q, k, v, mask, dropout, scaling, softcap, s_aux)
         outputs.append(attended.transpose(1, 2).reshape(len(query), count * length, q.shape[1], v.shape[-1]))
     return torch.cat(outputs, dim=1)
+
+
+class _Before:
+    """Keys and values of sequences that later ones continue, where some do."""
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._sequences: list[tuple[Tensor, Tensor]] = []  # (rows, 1, heads, length, width) each
+
+    def continued(self, trunk: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a run of sequences, (rows, count, heads, length, width), behind those of the one
+        that they continue."""
+        if trunk != OWN:
+            pairs = zip(self._sequences[trunk], (key, value), strict=True)
+            key, value = (torch.cat([seen.expand(-1, own.shape[1], -1, -1, -1), own], dim=3) for seen, own in pairs)
+        elif self._shared:  # split, as above
+            self._sequences += zip(key.split(1, dim=1), value.split(1, dim=1), strict=True)
+        return key, value
 
 
 def _within(
@@ -146,16 +172,29 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float | N
     """Attend in one call, whatever the lengths; (1, heads, total, width) → (1, total, heads, width)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    seen = [length + (0 if trunk == OWN else _lengths[trunk]) for length, trunk in zip(_lengths, _after, strict=True)]
     if query.device not in _ends:  # all layers read the same, which the host waits for once
-        _ends[query.device] = torch.tensor([0, *accumulate(_lengths)], dtype=torch.int32, device=query.device)
-    ends = _ends[query.device]
-    longest = max(_lengths)
-    back = -1 if window is None else window - 1
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        ends = torch.tensor([[0, *accumulate(sizes)] for sizes in (_lengths, seen)], dtype=torch.int32)
+        _ends[query.device] = ends.to(query.device).unbind()
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if seen != _lengths:
+        k, v = (_with_before(tensor) for tensor in (k, v))
     attended = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1]
+        *(tensor.contiguous() for tensor in (q, k, v)),
+        *_ends[query.device],
+        *(max(_lengths), max(seen)),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),  # counted from the last key, that of the last query
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return attended[None]  # type: ignore[index]
+
+
+def _with_before(row: Tensor) -> Tensor:
+    """Put before each sequence of (total, heads, width) a copy of the one that it continues."""
+    own = row.split(_lengths)
+    pieces = ([part] if trunk == OWN else [own[trunk], part] for part, trunk in zip(own, _after, strict=True))
+    return torch.cat([piece for both in pieces for piece in both])
 
 
 def _with_scores(
@@ -170,23 +209,27 @@ def _with_scores(
 ) -> Tensor:
     """Attention that needs its scores: capped by a tanh (Gemma 2), or with a sink per head that takes its share of the
     softmax (gpt-oss)."""
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    groups, queries, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = mask if mask is not None else torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    seen = mask if mask is not None else torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores)], dim=-1)
-    shares = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :length].to(query.dtype)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :keys].to(query.dtype)
     return torch.nn.functional.dropout(shares, dropout) @ value
 
 
-def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Mask (length, length) where a sliding window cuts into the sequence; else None (plain causal)."""
-    if window is None or length <= window:
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Mask (queries, keys) of the last places of a sequence where it has more keys than they, or a sliding window cuts
+    into it; else None (plain causal)."""
+    if queries == keys and (window is None or keys <= window):
         return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    kind = queries, keys, window, device
+    if kind not in _masks:
+        place = torch.arange(keys, device=device)
+        distance = place[keys - queries :, None] - place
+        _masks[kind] = (distance >= 0) & (distance < (keys if window is None else window))
+    return _masks[kind]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlbench.data.batches.batch import TrainBatch
+from rlbench.data.batches.batch import TrainBatch, to_score
 from rlbench.data.batches.batch import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
 from rlbench.strategies.flat.units import flat_units
@@ -67,7 +67,7 @@ class PolicyModel:
         self.device = device
         self.ranks = ranks
         self._half = half or next(module.parameters()).dtype in (torch.float16, torch.bfloat16)
-        self._packing_proved = False
+        self._proved: set[bool] = set()  # that it runs packed, by whether prompts are shared
         self.unpacked = ""
         self._heads: dict[bool, Head | str] = {}  # by packing: proved, or why not
 
@@ -117,16 +117,18 @@ class PolicyModel:
         chunk_rows: int | None = None,
         request: Request = NO_MORE,
         balance: bool = False,
+        share_prompts: bool = False,
     ) -> Iterator[tuple[TokenOutputs, ModelInputs]]:
         """Give log-probs and entropies of the R response tokens of `rows`; run the backward inside the context.
 
         `head` is `PolicyOptions.head`; `watch` takes each token's gradients; `chunk_rows` as of `Head.run`; `request`:
-        what else to give; `balance`: have routers tell how evenly they spread each row's tokens.
+        what else to give; `balance`: have routers tell how evenly they spread each row's tokens; `share_prompts`: a
+        prompt that several packed rows have is computed once.
         """
-        chunked = self.prove(rows, packed, "plain" if request.logits else head)
+        chunked = self.prove(rows, packed, "plain" if request.logits else head, share_prompts)
         with ExitStack() as within:
             with user_code():
-                inputs = self._inputs(rows, packed)
+                inputs = self._inputs(rows, packed, share_prompts)
                 inputs = inputs.weighed() if balance else inputs
                 share = within.enter_context(shared(self.module, inputs, packed, self.ranks))
                 within.enter_context(routed(self.module, share.inputs.routing, self.replay))
@@ -136,10 +138,10 @@ class PolicyModel:
                     watch.watch(found.logprobs, found.entropy, share.joined)
             yield found, inputs
 
-    def _inputs(self, rows: TrainBatch, packed: bool) -> ModelInputs:
+    def _inputs(self, rows: TrainBatch, packed: bool, share_prompts: bool) -> ModelInputs:
         """Lay out a micro-batch, with images, videos or sounds where any rank's has some; collective for models of
         such."""
-        inputs = model_inputs(rows, self.device, packed)
+        inputs = model_inputs(rows, self.device, packed, share_prompts)
         if self._media is None:
             return inputs
         told = [rows.media] if self._control is None else self._control.gather(rows.media)
@@ -220,16 +222,20 @@ class PolicyModel:
         """Whether the model computes the same with several sequences in a row; `unpacked` says why not. Collective."""
         if self.ranks.size > 1:
             self.prove(batch, packed=True, head="plain")
-        elif not self._packing_proved and not self.unpacked:
+        elif False not in self._proved and not self.unpacked:
             self.unpacked = self._why_unpacked(batch)
-            self._packing_proved = not self.unpacked
+            if not self.unpacked:
+                self._proved.add(False)
         return not self.unpacked
 
-    def prove(self, batch: TrainBatch, packed: bool, head: str = "auto") -> Head | None:
-        """Prove once, on two short sequences, that the model computes the same packed and by its output layer alone;
-        collective. Gives the output layer that gives log-probs itself, or None where the logits are needed."""
-        if (packed or self.ranks.size > 1) and not self._packing_proved:
+    def prove(self, batch: TrainBatch, packed: bool, head: str = "auto", share_prompts: bool = False) -> Head | None:
+        """Prove once, on two short sequences, that the model computes the same packed, behind a prompt
+        that they share, and by its output layer alone; collective. Gives the output layer that gives log-probs itself,
+        or None where the logits are needed."""
+        if packed or self.ranks.size > 1:
             self._prove_packing(batch)
+        if packed and share_prompts:
+            self._prove_packing(batch, share_prompts)
         if head == "plain":
             return None
         if packed not in self._heads:
@@ -243,26 +249,30 @@ class PolicyModel:
             raise EngineError(f"head='chunked' is not possible ({found}); pass head='auto' or 'plain'.")
         return None
 
-    def _prove_packing(self, batch: TrainBatch) -> None:
+    def _prove_packing(self, batch: TrainBatch, share_prompts: bool = False) -> None:
         """Refuse a model whose layers look from one sequence into the next (recurrence, attention of its own), or not
-        into the next slice of one."""
-        if why := self._why_unpacked(batch):
-            raise EngineError(f"{why}; pass {'packing=False' if self.ranks.size == 1 else 'sequence_parallel=1'}.")
-        self._packing_proved = True
+        into the next slice of one, or not from a response into a prompt that others have, too."""
+        if share_prompts in self._proved:
+            return
+        if why := self._why_unpacked(batch, share_prompts):
+            mend = "sequence_parallel=1" if self.ranks.size > 1 else "packing=False"
+            raise EngineError(f"{why}; pass {'share_prompts=False' if share_prompts else mend}.")
+        self._proved.add(share_prompts)
 
-    def _why_unpacked(self, batch: TrainBatch) -> str:
+    def _why_unpacked(self, batch: TrainBatch, share_prompts: bool = False) -> str:
         """Return why the model cannot run so, found on two short sequences; "" where it can."""
         from transformers import PreTrainedModel
 
         name, needed = type(self.module).__name__, dict.fromkeys(("position_ids", "use_cache"))
         how = "packed" if self.ranks.size == 1 else "split over ranks"
+        how = f"{how} behind a prompt that they share" if share_prompts else how
         if not isinstance(self.module, PreTrainedModel) or taken_by(self.module.forward, needed) != needed:
             return f"{name} cannot run {how}, being no causal model of transformers"
         try:
-            run = self._probed(batch, True, 1.0, None).logprobs
+            run = self._probed(batch, True, 1.0, None, share_prompts=share_prompts).logprobs
         except NotCausal as error:
             return str(error)
-        padded = self._probed(batch, False, 1.0, None, ALONE).logprobs
+        padded = self._probed(batch, False, 1.0, None, ALONE, share_prompts).logprobs
         gap = float((run - padded).abs().mean())
         if not differs(gap, self._half):
             return ""
@@ -294,11 +304,17 @@ class PolicyModel:
 
     @torch.no_grad()
     def _probed(
-        self, batch: TrainBatch, packed: bool, temperature: float, head: Head | None, ranks: SequenceGroup | None = None
+        self,
+        batch: TrainBatch,
+        packed: bool,
+        temperature: float,
+        head: Head | None,
+        ranks: SequenceGroup | None = None,
+        share_prompts: bool = False,
     ) -> TokenOutputs:
-        """Log-probs and entropies of two short sequences made of the batch's tokens."""
+        """Log-probs and entropies of two short sequences made of the batch's tokens, that begin alike or not."""
         tokens = np.concatenate([batch.prompts.values, batch.responses.values])
-        inputs = model_inputs(probe_of(tokens), self.device, packed)
+        inputs = model_inputs(probe_of(tokens, share_prompts), self.device, packed, share_prompts)
         attention = shared(self.module, inputs, packed, ranks or self.ranks)
         with user_code(), evaluating(self.module), attention as share:
             return self._stats(share, temperature, head)
@@ -347,9 +363,13 @@ def check_token_ids(module: nn.Module, whose: str, *rows: Any) -> None:
             raise DataError(f"{seen}, {whose}'s vocabulary has {size}: tokenise the text with its own tokenizer.")
 
 
-def probe_of(tokens: np.ndarray) -> TrainBatch:
-    """Two sequences of different length from these tokens, the second behind the first."""
+def probe_of(tokens: np.ndarray, share_prompts: bool = False) -> TrainBatch:
+    """Two sequences of different length from these tokens, the second behind the first or, to share a
+    prompt, behind the same."""
     tokens = np.resize(tokens, 2 * CHECK_TOKENS)
+    if share_prompts:
+        prompt, responses = np.split(tokens, [CHECK_TOKENS // 2])
+        return to_score([prompt, prompt], np.split(responses, [CHECK_TOKENS // 2]))
     return as_batch([tokens[:CHECK_TOKENS], tokens[CHECK_TOKENS // 2 : 2 * CHECK_TOKENS - 5]])
 
 

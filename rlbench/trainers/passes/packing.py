@@ -14,6 +14,7 @@ from rlbench.data.base.routing import UNKNOWN
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import DataError
 from rlbench.trainers.passes.balancing import Balance, rows_of
+from rlbench.trainers.passes.prefixes import OWN, padded_places, places_of
 from rlbench.trainers.passes.routing import Routing
 
 CPU = torch.device("cpu")
@@ -57,8 +58,9 @@ def pad_rows(rows: Ragged) -> Tensor:
 class ModelInputs:
     """One micro-batch for the model, laid out as (1, total) packed, or (S, longest) padded.
 
-    `lengths`: tokens of each row; `predictors` (R,): flat positions in `input_ids` whose logits predict the response
-    tokens, which are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
+    `lengths`: tokens of each row, where packed of each segment of the one row; `after`: of `Places`, where prompts are
+    shared, else None. `predictors` (R,): flat positions in `input_ids` whose logits predict the response tokens, which
+    are `targets` (R,); `grid`: their place in a loss's view. `attention_mask` is None where packed.
     `media`: what else a model takes that sees or hears; where it sees, `position_ids` have three dimensions in front;
     `placeholders`: as `input_ids`, which of its placeholder tokens are images or sounds (1), or videos (2), None: all.
     `routing`: the experts that the sampler chose for each of the flat `input_ids`, where the rows have any. `balance`:
@@ -76,6 +78,7 @@ class ModelInputs:
     placeholders: Tensor | None = None
     routing: Routing | None = None
     balance: Balance | None = None
+    after: list[int] | None = None
 
     def weighed(self) -> ModelInputs:
         """Return the layout with room for what routers say (`balanced`)."""
@@ -84,31 +87,32 @@ class ModelInputs:
         return replace(self, balance=Balance(row_of, len(self.lengths)))
 
 
-def model_inputs(batch: TrainBatch, device: torch.device, packed: bool) -> ModelInputs:
-    """Lay out the rows of `batch` as one row without padding, or as padded rows."""
+def model_inputs(batch: TrainBatch, device: torch.device, packed: bool, share_prompts: bool = False) -> ModelInputs:
+    """Lay out the rows of `batch` as one row without padding, each prompt once where they share it, or as
+    padded rows."""
     prompt, response = batch.prompts.lengths, batch.responses.lengths
     if (prompt < 1).any():
         raise DataError(f"sequence {int((prompt < 1).argmax())} has an empty prompt; give it at least one token.")
-    lengths = prompt + response
-    width = int(lengths.max())
-    starts = offsets_of(lengths)[:-1] if packed else np.arange(len(lengths), dtype=np.int64) * width
-    size = int(lengths.sum()) if packed else width * len(lengths)
-    ids = np.zeros(size, np.int64)
-    positions = _spread(np.zeros_like(lengths), lengths) if packed else np.tile(np.arange(width), len(lengths))
-    ids[_spread(starts, prompt)] = batch.prompts.values
-    response_at = _spread(starts + prompt, response)
-    ids[response_at] = batch.responses.values
-    held = (np.arange(width)[None] < lengths[:, None]).astype(np.int64)
-    shape = (1, size) if packed else (len(lengths), width)
+    width = int((prompt + response).max())
+    places = places_of(batch, share_prompts) if packed else padded_places(batch, width)
+    ids, positions = np.zeros(places.size, np.int64), np.resize(np.arange(width), places.size)
+    prompt_at, response_at = _spread(places.prompts, prompt), _spread(places.responses, response)
+    ids[prompt_at], ids[response_at] = batch.prompts.values, batch.responses.values
+    positions[prompt_at], positions[response_at] = _spread(np.zeros_like(prompt), prompt), _spread(prompt, response)
+    predictors = response_at - 1
+    predictors[batch.responses.offsets[:-1][response > 0]] = (places.prompts + prompt - 1)[response > 0]
+    held = (np.arange(width)[None] < (prompt + response)[:, None]).astype(np.int64)
+    shape = (1, places.size) if packed else held.shape
     return ModelInputs(
         input_ids=_to(ids.reshape(shape), device),
         position_ids=_to(positions.reshape(shape), device),
         attention_mask=None if packed else _to(held, device),
-        lengths=lengths.tolist(),
-        predictors=_to(response_at - 1, device),
-        targets=_to(ids[response_at], device),
+        lengths=places.lengths,
+        predictors=_to(predictors, device),
+        targets=_to(batch.responses.values, device),
         grid=Grid.of(batch.responses, device),
-        routing=None if batch.routing is None else _routing(batch.routing, starts, size, device),
+        routing=None if batch.routing is None else _routing(batch.routing, places.prompts, places.size, device),
+        after=places.after if any(number != OWN for number in places.after) else None,
     )
 
 

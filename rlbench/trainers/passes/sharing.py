@@ -55,7 +55,7 @@ def shared(module: nn.Module, inputs: ModelInputs, packed: bool, ranks: Sequence
     their own fill up the last slice.
     """
     if ranks.size == 1:
-        with packed_attention(module, inputs.lengths) if packed else nullcontext():
+        with packed_attention(module, inputs.lengths, after=inputs.after) if packed else nullcontext():
             yield Share(inputs, packed, ranks, (len(inputs.targets),))
         return
     rows, width = inputs.input_ids.shape

@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError, nearest
+from rlbench.options import OptionError
 
 if TYPE_CHECKING:
     from rlbench.rl import Aggregation
 
+OF_VERBS = ("aggregation", "token_budget", "packing", "share_prompts", "head")
 HEADS = ("auto", "chunked", "plain")
 LEAST_MEMORY = 32 << 30
 """A device's memory, in bytes, up to which micro-batches are as large as on a host."""
@@ -50,12 +52,19 @@ class PolicyOptions:
     """The optimizer's step follows at once; where its driver went away instead, the next pass drops the gradients."""
     threads: int | None = None
     """Of a host, that compute a forward of little work; None: all of the rank's, as they do one of more."""
+    share_prompts: bool = False
+    """A prompt that several rows of a micro-batch begin with is computed once; its rows go together."""
     aux_loss_coef: float = 0.0
     """Weight, in a loss, of how unevenly the routers of a mixture of experts spread each sequence's tokens."""
 
     def __post_init__(self) -> None:
         if self.old_logprobs not in ("recompute", "sampler"):
             raise DataError(f"old_logprobs={self.old_logprobs!r}: it is 'recompute' or 'sampler'.")
+        if self.share_prompts and self.packing is False:
+            raise OptionError(
+                "share_prompts=True and packing=False cannot be honoured together: a padded row has a prompt of its "
+                "own. Leave one of them out."
+            )
         if self.head not in HEADS:
             raise DataError(f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'.")
         if self.temperature is not None and self.temperature <= 0:
@@ -84,7 +93,7 @@ class PolicyOptions:
     @property
     def of_verbs(self) -> dict[str, Any]:
         """Those that are arguments of `session.train_step`, by name."""
-        return {name: getattr(self, name) for name in ("aggregation", "token_budget", "packing", "head")}
+        return {name: getattr(self, name) for name in OF_VERBS}
 
     def budget(self, vocab_size: int, token_bytes: int | None = None, memory: int = 0) -> int:
         """The token budget; where not given, by what the pass holds in a part of a GPU's `memory` (bytes; 0: a host's):

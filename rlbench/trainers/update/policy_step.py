@@ -32,6 +32,7 @@ from rlbench.strategies.steps import StepResult
 from rlbench.trainers.passes.loss_value import LossCache
 from rlbench.trainers.passes.metrics import MetricSums
 from rlbench.trainers.passes.micro_batches import plan_micro_batches
+from rlbench.trainers.passes.prefixes import kept_together
 from rlbench.trainers.passes.sharing import own_slices
 from rlbench.trainers.passes.step_plan import Slice, tokens_of_loss
 from rlbench.trainers.passes.token_keeper import TokenGradients, TokenKeeper
@@ -98,9 +99,10 @@ class PolicyStep:
 
         `loss_blob`: a loss, or the name of one, by cloudpickle. Gives `metrics` (of all ranks), `aggregation`, `head`,
         `padded_as` (why rows are padded that were to be packed where that can be), `micro_batches`, `computed` (tokens
-        the rank ran through the model), `padding` (those of them that belong to no row), and as `forward` the `rows`
-        and their `channels`: also `old_logprobs`, `ref_logprobs` where there are any, and what the loss's metrics say
-        per token. After a failure or a stop gradients are cleared.
+        the rank ran through the model), `padding` (those of them that belong to no row), `shared` (those of its rows
+        that it did not run, their prompts being computed for another), and as `forward` the `rows` and their
+        `channels`: also `old_logprobs`, `ref_logprobs` where there are any, and what the loss's metrics say per token.
+        After a failure or a stop gradients are cleared.
         """
         loss = self.strategy.control.together("loading the loss", lambda: self._losses.load(loss_blob))
         with self.loss_states.lent(loss) as take_back:
@@ -126,7 +128,7 @@ class PolicyStep:
         parts, count = self._split(batch, options)
         plan = passes.plan(loss, parts, count, batch, options)
         aggregation = Aggregation.of_loss(loss, options.aggregation)
-        sums, keeper, computed = MetricSums(), TokenKeeper(*passes.model.CHANNELS), [0, 0]
+        sums, keeper, computed = MetricSums(), TokenKeeper(*passes.model.CHANNELS), [0, 0, 0]
         gradients = TokenKeeper(*TokenGradients.NAMES)
         scale = self.strategy.backward_scale(self.module) * self.strategy.loss_scale(self.module)
         watches: dict[int, TokenGradients] = {}  # nothing where nobody could ask for them
@@ -143,6 +145,7 @@ class PolicyStep:
                 if self.strategy.rows.index == 0:  # of all ranks that see the same
                     computed[0] += inputs.input_ids.numel()
                     computed[1] += sum(inputs.lengths)
+                    computed[2] += int(part.batch.lengths.sum())
                 if options.keep_tokens:
                     channels = found.channels(passes.model.CHANNELS) | tokens_of_loss(view, own, inputs.grid)
                     keeper.add(part.rows, part.batch, channels)
@@ -173,6 +176,7 @@ class PolicyStep:
             "micro_batches": count,
             "computed": computed[0],
             "padding": computed[0] - computed[1],
+            "shared": computed[2] - computed[1],
             **keeper.result(),
         }
 
@@ -260,6 +264,8 @@ class PolicyStep:
         """Return the options with `packing` as it will be; collective."""
         if options.packing is not None:
             return options
+        if options.share_prompts:
+            return replace(options, packing=True)
         packs = self.strategy.control.unanimous(self._passes.model.packs(batch))
         if not packs:
             reshard(self.module)  # it may have been left in the middle of a forward
@@ -293,14 +299,17 @@ class PolicyStep:
     def _split(self, batch: TrainBatch, options: PolicyOptions) -> tuple[list[Slice], int]:
         """This rank's micro-batches, and how many passes every rank makes; collective."""
         try:
-            head = self._passes.model.prove(batch, options.packed, options.head)
+            head = self._passes.model.prove(batch, options.packed, options.head, options.share_prompts)
         except BaseException:
             reshard(self.module)
             raise
         control, rows = self.strategy.control, self.strategy.rows
         chunked = control.unanimous(head is not None or not self._passes.model.holds_logits)
         budget = self.budget(options, chunked) * self.strategy.sequence.size
-        plan = plan_micro_batches(batch.lengths, rows.count, budget, batch.pair)
+        lengths, together = batch.lengths, batch.pair
+        if options.share_prompts:
+            together, lengths = kept_together(batch, rows.count, budget)
+        plan = plan_micro_batches(lengths, rows.count, budget, together)
         seen = control.gather((batch.key, len(plan[0]))) if control.world_size > 1 else []
         if any(other != seen[0] for other in seen):
             raise EngineError(f"the ranks were given different batches ({seen}); give each the whole batch.")
