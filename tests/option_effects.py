@@ -272,6 +272,10 @@ EFFECTS: dict[str, tuple[str, ...]] = {
         "trainers/test_dynamic_sampling.py::test_it_gives_up_after_so_many_generations_and_says_how_many_had_a_signal",
     ),
     "packing": ("trainers/test_experience_maker.py::test_packed_and_padded_forwards_give_the_same_experience",),
+    "share_prompts": (
+        "trainers/test_experience_maker.py::test_prompts_that_samples_share_are_computed_once_and_the_experience_is_the_same",
+        "trainers/test_update.py::test_prompts_that_samples_share_are_computed_once_and_the_gradient_is_the_same",
+    ),
     "head": ("trainers/test_experience_maker.py::test_chunk_size_bounds_the_logits_held_at_once",),
     "chunk_size": ("trainers/test_experience_maker.py::test_chunk_size_bounds_the_logits_held_at_once",),
     "log_dir": (

@@ -42,6 +42,7 @@ OTHER_VALUES: dict[str, str] = {
     "pretrain_max_len": "64",
     "track": "tensorboard",
     "head": "chunked",
+    "share_prompts": " --packing",
     "aggregation": "token-mean",
     "engine_type": "sglang",
     "train_batch_size": "256",

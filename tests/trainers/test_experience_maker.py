@@ -217,6 +217,24 @@ def test_packed_and_padded_forwards_give_the_same_experience(fake: Fake, qwen: s
     np.testing.assert_array_equal(made[0].batch.advantages, made[1].batch.advantages)
 
 
+def test_prompts_that_samples_share_are_computed_once_and_the_experience_is_the_same(fake: Fake, qwen: str) -> None:
+    model, tokens = qwen_of(qwen), []
+    watch = lambda _, args, kwargs: tokens.append(kwargs["input_ids"].numel())  # noqa: E731
+    model.model.register_forward_pre_hook(watch, with_kwargs=True)
+    made, computed = [], []
+    for share in (False, True):
+        tokens.clear()
+        options = {"packing": True, "share_prompts": share, "micro_rollout_batch_size": 4, "n": 4}
+        maker = maker_of(fake, model, options=options, initial_model=model, config={"kl_coef": 0.1})
+        made.append(joined(maker.make_experience_list(asked(3))))
+        computed.append(sum(tokens[-6:]))  # three micro-batches of both models, behind the proofs
+    plain, shared = (one.batch for one in made)
+    assert computed[0] == 2 * plain.lengths.sum()
+    assert computed[1] == 2 * (plain.tokens + sum(map(len, {tuple(row) for row in plain.prompts})))
+    for name in ("old_logprobs", "ref_logprobs", "advantages"):
+        np.testing.assert_allclose(getattr(shared, name), getattr(plain, name), atol=1e-5, err_msg=name)
+
+
 def test_chunk_size_bounds_the_logits_held_at_once(fake: Fake, actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect absent: fused_linear_logprob and chunk_size had no implementation."""
     from rlbench.rl import linear

@@ -76,12 +76,12 @@ def plain_dpo(model: Any, batch: TrainBatch, reference: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("loss", "plain"), [("sft", plain_sft), (dpo(), plain_dpo)], ids=["sft", "dpo"])
-@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize(("budget", "passes"), [(None, {}), (12, {}), (None, {"packing": True, "share_prompts": True})])
 def test_its_curve_is_that_of_a_plain_loop_however_the_texts_are_packed(
-    qwen: str, loss: Any, plain: Any, budget: int | None
+    qwen: str, loss: Any, plain: Any, budget: int | None, passes: dict[str, Any]
 ) -> None:
     data, reference = (texts(), None) if plain is plain_sft else (pairs(), qwen_of(qwen))
-    trainer = trainer_of(qwen, loss, data, reference=reference, token_budget=budget)
+    trainer = trainer_of(qwen, loss, data, reference=reference, token_budget=budget, strategy=passes)
     model, stream = qwen_of(qwen), data.stream(seed=trainer.strategy.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95))
     for _ in range(5):
@@ -94,6 +94,7 @@ def test_its_curve_is_that_of_a_plain_loop_however_the_texts_are_packed(
         assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-3, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-2)
     assert trainer.texts.taken == 15 and metrics["micro_batches"] > (1 if budget else 0)
+    assert (metrics["shared"] > 0) == bool(passes and reference is not None)  # the two of a pair
 
 
 def test_what_is_held_out_is_measured_as_a_step_would_and_trains_nothing(qwen: str) -> None:

@@ -106,6 +106,25 @@ def test_neither_micro_batches_nor_packing_nor_the_head_change_the_gradient(qwen
     assert update.head_used.startswith("plain" if own["head"] == "plain" else "chunked")
 
 
+def test_prompts_that_samples_share_are_computed_once_and_the_gradient_is_the_same(qwen: str) -> None:
+    given = experience()
+    owners = np.arange(len(given)) // 3 * 3
+    given = replace(given, batch=given.batch.replace(prompts=given.batch.prompts.take(owners)))
+    _, expected = expected_gradients(qwen, given, "seq-mean-token-mean", kl_coef=0.1, entropy_coef=0.02)
+    computed = []
+    for share in (False, True):
+        update = policy(qwen, share_prompts=share)
+        tokens: list[int] = []
+        update.model.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=tokens: seen.append(args[0].numel() if args else kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        update.accumulate(parts_of(given, 3))
+        assert_same(gradients(update.model), expected)
+        computed.append(sum(tokens[-len(parts_of(given, 3)) :]))
+    assert computed[0] == given.batch.lengths.sum() and computed[1] < computed[0]
+
+
 def test_the_temperature_of_the_sampler_divides_the_logits(qwen: str) -> None:
     given = experience(temperature=0.7)
     _, expected = expected_gradients(qwen, given, "token-mean", temperature=0.7)

@@ -33,8 +33,8 @@ PARTS = (
     (
         "Trainers of texts",
         '`session.trainer("sft", data=…, token_budget=4096)`, `rlbench train sft`. Beside it those above of files, '
-        "memory and evaluation, and of strategies train_batch_size (texts, or pairs), max_norm, seed, packing, head, "
-        "lr, lr_warmup_ratio and adam_offload; the others are refused.",
+        "memory and evaluation, and of strategies train_batch_size (texts, or pairs), max_norm, seed, packing, "
+        "share_prompts, head, lr, lr_warmup_ratio and adam_offload; the others are refused.",
         TextConfig,
     ),
     ("Runs", "`rlbench train METHOD [FILE.yaml] [--option value …]` alone.", RunOptions),

@@ -178,6 +178,10 @@ class StrategyConfig(HeldOptions):
         10, "generations until dynamic sampling gives up; 0: never", least=0, needs=DYNAMIC
     )
     packing: bool = experience(False, "pack sequences without padding")
+    share_prompts: bool = experience(
+        False,
+        "compute a prompt once for its samples that packing puts into one micro-batch; numbers are equal to rounding",
+    )
     head: str = experience(
         "plain",
         "log-probs from the logits, straight from the output layer, or auto: from that where the model allows it",
@@ -197,7 +201,16 @@ class StrategyConfig(HeldOptions):
             (
                 self.limit_mm_image_per_prompt >= 0 and self.engine_type != "vllm",
                 f"limit_mm_image_per_prompt cannot be honoured with engine_type={self.engine_type!r}: it is vLLM's",
-            )
+            ),
+            (
+                self.share_prompts and not self.packing,
+                "share_prompts=True has no effect without packing=True: a padded row has a prompt of its own",
+            ),
+            (
+                self.share_prompts and self.sequence_parallel > 1,
+                f"share_prompts=True and sequence_parallel={self.sequence_parallel} cannot be honoured together: a "
+                "rank has a slice of each sequence. Leave one of them out",
+            ),
         )
         if self.fp16:
             object.__setattr__(self, "bf16", False)

@@ -89,7 +89,7 @@ class FastExperienceMaker:
         head, prompts = self.options.head, self.options.micro_rollout_batch_size
         chunk_rows = None if head == "plain" else self.options.chunk_size
         packed = packing_samples or self.options.packing
-        self._models = ModelStage(strategy, prompts, packed, chunk_rows, head)
+        self._models = ModelStage(strategy, prompts, packed, chunk_rows, head, self.options.share_prompts)
         self._moments = RunningMoments()
         self._groups = 0  # numbers given so far, on all ranks
         self._begun = False  # whether it was said that texts begin with what the tokenizer puts before them

@@ -21,6 +21,7 @@ from rlbench.trainers.models.reward_heads import head_scores_of
 from rlbench.trainers.models.scalar_model import heads_of, in_all
 from rlbench.trainers.models.value_model import check_critic, values_of
 from rlbench.trainers.passes.forward import DUMMY, PolicyModel, evaluating
+from rlbench.trainers.passes.prefixes import same_rows
 
 
 class ModelStage:
@@ -28,13 +29,21 @@ class ModelStage:
 
     `packed` lays sequences one behind the other, without padding; `chunk_rows` takes log-probs straight from the output
     layer, so many rows of logits at once, None: from the logits. `head`: see `PolicyOptions`; None: as `chunk_rows`.
+    `share_prompts`: policies compute a prompt once for its samples in a micro-batch, in which they go together.
     """
 
     def __init__(
-        self, strategy: StrategyBase, micro_batch: int, packed: bool, chunk_rows: int | None, head: str | None = None
+        self,
+        strategy: StrategyBase,
+        micro_batch: int,
+        packed: bool,
+        chunk_rows: int | None,
+        head: str | None = None,
+        share_prompts: bool = False,
     ) -> None:
         self._strategy, self._device = strategy, strategy.device.device
         self._micro_batch, self._packed, self._chunk_rows = micro_batch, packed, chunk_rows
+        self._share_prompts = share_prompts
         self._head = head or ("plain" if chunk_rows is None else "chunked")
         self._policies: dict[tuple[int, bool], PolicyModel] = {}  # by module, which the PolicyModel holds, and `replay`
 
@@ -46,14 +55,23 @@ class ModelStage:
             half, ranks = self._strategy.half is not None, self._strategy.sequence
             self._policies[key] = PolicyModel(model, self._device, half, ranks, self._strategy.control, replay)
         policy = self._policies[key]
-        agreed(self._strategy.control, doing, lambda: policy.check_tokens(batch))
+        share, order = self._share_prompts, None
+
+        def check() -> None:
+            policy.check_tokens(batch)
+            if share:
+                policy.check_shared(batch)
+
+        agreed(self._strategy.control, doing, check)
+        if share:
+            order = np.lexsort((batch.lengths, same_rows(batch.prompts)))
 
         def stats(part: TrainBatch) -> Tensor:
             given = batch.temperature, self._packed, self._head
-            with policy.stats(part, *given, chunk_rows=self._chunk_rows) as (found, _):
+            with policy.stats(part, *given, chunk_rows=self._chunk_rows, share_prompts=share) as (found, _):
                 return torch.stack([found.logprobs, found.entropy])
 
-        return self._each(model, batch, 2, doing, stats)
+        return self._each(model, batch, 2, doing, stats, order)
 
     def reference_logprobs(self, reference: Any, batch: TrainBatch) -> np.ndarray:
         """Return log-probs of the response tokens under the reference, flat float32.
@@ -67,7 +85,7 @@ class ModelStage:
                 return self.policy_stats(reference.module, batch, doing)[0]
         if isinstance(reference, nn.Module):
             return self.policy_stats(reference, batch, doing)[0]
-        found = reference.logprobs(batch, self._packed, self._head)
+        found = reference.logprobs(batch, self._packed, self._head, self._share_prompts)
         self._check_finite(doing, batch, found[None])
         return found
 
@@ -98,15 +116,22 @@ class ModelStage:
         return (in_all(model, found) if heads else found[:, 0]).double().numpy(), by_head
 
     def _each(
-        self, model: nn.Module, batch: TrainBatch, width: int, doing: str, compute: Callable[[TrainBatch], Tensor]
+        self,
+        model: nn.Module,
+        batch: TrainBatch,
+        width: int,
+        doing: str,
+        compute: Callable[[TrainBatch], Tensor],
+        order: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return (width, tokens) of what `compute` gives of each micro-batch, short sequences first.
+        """Return (width, tokens) of what `compute` gives of each micro-batch, in an `order` of the rows (B,), or short
+        sequences first.
 
         Sharded models meet in collectives: a rank whose own samples have ended computes a fill that nobody reads. Ranks
         that see the same rows compute those of each other with their own.
         """
         control, found = self._strategy.control, np.full((width, batch.tokens), np.nan, np.float32)
-        order, beside = np.argsort(batch.lengths, kind="stable"), np.arange(batch.tokens)
+        order, beside = np.argsort(batch.lengths, kind="stable") if order is None else order, np.arange(batch.tokens)
         own = [order[i : i + self._micro_batch] for i in range(0, len(order), self._micro_batch)]
         parts, first = self._strategy.rows.shared([batch.rows(rows) for rows in own])
         with self._computing(model):

@@ -113,6 +113,8 @@ def check_of_method(method: str, given: Mapping[str, Any], run: bool = False) ->
         raise OptionError("kl_coef=0 leaves nothing of the teacher: it weighs what the policy learns from it.")
     if method == REWARD and (idle := [name for name in given if name in OF_REPLICAS]):
         raise OptionError(f"{idle[0]} has no effect with {REWARD}: a reward model has no vocabulary and no replicas.")
+    if method == REWARD and given.get("share_prompts"):
+        raise OptionError(f"share_prompts cannot be honoured with {REWARD}: it reads each sequence as a whole.")
     if method != REWARD and (idle := [name for name in given if name in OF_REWARD_RUNS]):
         raise OptionError(f"{idle[0]} has no effect with {method}: it is of {REWARD}.")
     if method in TEXTS:

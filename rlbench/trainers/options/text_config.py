@@ -12,7 +12,8 @@ from rlbench.trainers.options.loop_options import LoopOptions
 
 passes = section("Passes")
 OF_STRATEGY = (
-    *("train_batch_size", "max_norm", "seed", "packing", "head", "lr", "lr_warmup_ratio", "adam_offload"),
+    *("train_batch_size", "max_norm", "seed", "packing", "share_prompts", "head", "lr"),
+    *("lr_warmup_ratio", "adam_offload"),
     *("fsdp", "bf16", "fp16", "use_mp_opt", "fsdp_cpu_offload", "tensor_parallel", "sequence_parallel"),
 )
 """Options of the strategy that act where texts are trained on."""

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlbench.data.batches.batch import TrainBatch, to_score
 from rlbench.data.batches.batch import as_batch as as_batch
 from rlbench.errors import DataError, EngineError
+from rlbench.options import OptionError
 from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.optim.gradients import full_shape
 from rlbench.strategies.ranks.control import ControlGroup
@@ -95,6 +96,20 @@ class PolicyModel:
                 raise DataError(f"prompts have {held}, which are not split over ranks: pass sequence_parallel=1.")
         if self._media is not None and batch.media:
             self._media.check(batch)
+
+    def check_shared(self, batch: TrainBatch) -> None:
+        """Refuse to share prompts where each sequence has to be there as a whole."""
+        reasons = {
+            f"sequence_parallel={self.ranks.size}": self.ranks.size > 1,
+            "the experts that the batch brings of each sequence": batch.routing is not None,
+            "a reward model, which reads each sequence as a whole": not self.holds_logits,
+            f"prompts with {' and '.join(batch.media)}": bool(batch.media),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise OptionError(
+                    f"share_prompts=True and {reason} cannot be honoured together. Leave one of them out."
+                )
 
     @property
     def token_bytes(self) -> int:

@@ -70,6 +70,7 @@ class SPMDPPOTrainerBase(PPOTrainer):
             self.policy_loss,
             self.aggregation,
             packed=options.packing,
+            share_prompts=options.share_prompts,
             head=options.head,
             tile=options.chunk_size if options.head == "chunked" else None,
             temperature=ppo.temperature,

@@ -88,6 +88,7 @@ class SPMDTextTrainer:
             config.packing,
             head=config.head,
             whole_step=True,
+            share_prompts=config.share_prompts,
             aux_loss_coef=loop.aux_loss_coef,
         )
         self.policy = self._policy_step(actor, lambda: actor_optim)
@@ -196,17 +197,19 @@ class SPMDTextTrainer:
             found = rows_in_order(parts)["logprobs"].values
         else:  # rank 0 asks for the whole batch, which all have
             mine = batch if control.rank == 0 else batch[:0]
-            found = control.gather(self.initial_model.logprobs(mine, options.packing, options.head))[0]
+            given = options.packing, options.head, options.share_prompts
+            found = control.gather(self.initial_model.logprobs(mine, *given))[0]
         return batch.replace(ref_logprobs=np.asarray(found, np.float32))
 
     def _told(self, batch: TrainBatch, found: Metrics) -> Metrics:
         """What is known of the batch, and of how it was computed."""
-        counted = self.strategy.control.gather((found["padding"], found["computed"]))
-        padding, computed = (sum(one) for one in zip(*counted, strict=True))
+        counted = self.strategy.control.gather([found[name] for name in ("padding", "computed", "shared")])
+        padding, computed, saved = (sum(one) for one in zip(*counted, strict=True))
         lengths = batch.response_lengths
         return {
             **{name: found[name] for name in ("aggregation", "head", "micro_batches")},
             "padding": padding / max(1, computed),
+            "shared": saved / max(1, computed - padding + saved),
             "sequences": len(batch),
             "length": float(lengths.mean()),
             "length_max": int(lengths.max()),

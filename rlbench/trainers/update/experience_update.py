@@ -200,7 +200,7 @@ class PolicyUpdate(Update):
         loss: by name or as a value; may be replaced between steps. One with a plan (`high_entropy`, `clip_cov`, …)
             sees the whole step, so its passes all run in `finish`.
         packed: rows without padding; or padded ones. The result is the same.
-        head, tile, temperature: see `PolicyOptions`.
+        share_prompts, head, tile, temperature: see `PolicyOptions`.
         ptx_coef: weight of the language loss on pretraining text.
         no_signal: where all advantages of a step are 0 and it has no text: "step" all the same, or "skip".
         aux_loss_coef: see `PolicyOptions`.
@@ -219,6 +219,7 @@ class PolicyUpdate(Update):
         aggregation: str | Aggregation = "seq-mean-token-mean",
         *,
         packed: bool = True,
+        share_prompts: bool = False,
         head: str = "auto",
         tile: int | None = None,
         temperature: float | None = None,
@@ -231,7 +232,8 @@ class PolicyUpdate(Update):
         self.loss: Loss = resolve(loss)
         self.ptx_coef, self.no_signal = ptx_coef, no_signal
         given: dict[str, Any] = {"packing": packed, "head": head, "tile": tile, "temperature": temperature}
-        self.options = PolicyOptions(**given, old_logprobs="sampler", aux_loss_coef=aux_loss_coef)
+        given |= {"share_prompts": share_prompts, "aux_loss_coef": aux_loss_coef}
+        self.options = PolicyOptions(**given, old_logprobs="sampler")
         check_balanced(actor, aux_loss_coef, strategy.sequence.size)
         self._policy = PolicyPass(self.gradients, strategy.router_replay)
 
@@ -308,7 +310,7 @@ class PolicyUpdate(Update):
         counted = self._of_each((len(batches), sum(int(batch.mask.sum()) for batch in batches)))
         tokens, sums = sum(count for _, count in counted), MetricSums()
         self.gradients.beside.append(sums)
-        options = replace(self.options, temperature=1.0)
+        options = replace(self.options, temperature=1.0, share_prompts=False)
 
         @contextmanager
         def one(index: int) -> Iterator[tuple[Tensor, Callable[[], Tensor] | None]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import DataError, nearest
-from rlbench.options import OptionError
+from rlbench.options import refuse
 
 if TYPE_CHECKING:
     from rlbench.rl import Aggregation
@@ -60,11 +60,17 @@ class PolicyOptions:
     def __post_init__(self) -> None:
         if self.old_logprobs not in ("recompute", "sampler"):
             raise DataError(f"old_logprobs={self.old_logprobs!r}: it is 'recompute' or 'sampler'.")
-        if self.share_prompts and self.packing is False:
-            raise OptionError(
-                "share_prompts=True and packing=False cannot be honoured together: a padded row has a prompt of its "
-                "own. Leave one of them out."
-            )
+        not_both = "cannot be honoured together"
+        refuse(
+            (
+                self.share_prompts and self.packing is False,
+                f"share_prompts=True and packing=False {not_both}: a padded row has a prompt of its own",
+            ),
+            (
+                self.share_prompts and self.aux_loss_coef,
+                f"share_prompts=True and aux_loss_coef={self.aux_loss_coef:g} {not_both}: a sequence is balanced whole",
+            ),
+        )
         if self.head not in HEADS:
             raise DataError(f"head={self.head!r}{nearest(self.head, HEADS)}: it is 'auto', 'chunked' or 'plain'.")
         if self.temperature is not None and self.temperature <= 0:

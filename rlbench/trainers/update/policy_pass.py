@@ -16,7 +16,6 @@ from rlbench.data.batches.batch import TrainBatch
 from rlbench.data.batches.columns import TEACHER_IDS
 from rlbench.data.batches.pairing import check_pairs
 from rlbench.errors import DataError, LossError
-from rlbench.options import OptionError
 from rlbench.rl import Loss, LossInputs
 from rlbench.rl.losses import check_sampled_as_trained
 from rlbench.rl.types import needs_of
@@ -60,7 +59,7 @@ class PolicyPass:
         self.model.check_tokens(batch)
         check_experts(self.model.module, batch)
         if options.share_prompts:
-            self._check_shared(batch, options)
+            self.model.check_shared(batch)
         if (batch.temperature if options.temperature is None else options.temperature) <= 0:
             raise DataError("the batch was sampled greedily (temperature 0); pass temperature=1.0 to score it.")
         needs = options.needs if loss is None else needs_of(loss)
@@ -92,21 +91,6 @@ class PolicyPass:
             raise LossError(
                 f"{loss!r} corrects for the sampler, and there are no old_logprobs: old_logprobs='recompute'."
             )
-
-    def _check_shared(self, batch: TrainBatch, options: PolicyOptions) -> None:
-        """Refuse to share prompts where each sequence has to be there as a whole."""
-        reasons = {
-            f"sequence_parallel={self.model.ranks.size}": self.model.ranks.size > 1,
-            f"aux_loss_coef={options.aux_loss_coef:g}": options.aux_loss_coef > 0,
-            "the experts that the batch brings of each sequence": batch.routing is not None,
-            "a reward model, which reads each sequence as a whole": not self.model.holds_logits,
-            f"prompts with {' and '.join(batch.media)}": bool(batch.media),
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise OptionError(
-                    f"share_prompts=True and {reason} cannot be honoured together. Leave one of them out."
-                )
 
     def stats(
         self,

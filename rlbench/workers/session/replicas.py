@@ -129,7 +129,7 @@ class RankReference:
     def __init__(self, engine: Any, session: Any, strategy: StrategyBase) -> None:
         self.engine, self._session, self._control = engine, session, strategy.control
 
-    def logprobs(self, batch: TrainBatch, packing: bool, head: str) -> np.ndarray:
+    def logprobs(self, batch: TrainBatch, packing: bool, head: str, share_prompts: bool = False) -> np.ndarray:
         """Return the log-probs of this rank's response tokens, (tokens,) float32; collective."""
         self._session.refresh(self._control, self.engine)
         gathered = self._control.gather((list(batch.prompts), list(batch.responses)))
@@ -141,7 +141,8 @@ class RankReference:
 
         def submit() -> Any:
             whole = to_score(prompts, responses, batch.temperature)
-            return self.engine.call_logprobs(whole, {"packing": packing, "head": head}, doing)
+            options = {"packing": packing, "head": head, "share_prompts": share_prompts}
+            return self.engine.call_logprobs(whole, options, doing)
 
         rows = watched(self._control, doing, submit)
         begins = np.cumsum([0, *(len(parts[1]) for parts in gathered)])
