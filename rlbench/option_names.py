@@ -48,6 +48,7 @@ VERL = {
     "clip_grad": "max_norm",
     "kl_loss_coef": "kl_coef",
     "ulysses_sequence_parallel_size": "sequence_parallel",
+    "use_prefix_grouper": "share_prompts",
 }
 ALIASES = {
     **LIGHTRFT,

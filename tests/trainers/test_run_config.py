@@ -173,11 +173,13 @@ def test_other_names_mean_the_same_and_both_at_once_are_refused(alias: str, name
         line, value = [f"--{alias}", '{"mood": "!"}'], {"mood": "!"}
     else:
         value = {"shards": 2, "aggregation": "token-mean", "betas": (0.5, 0.5), "packing": True, "lora_targets": ("k",)}
-        value |= {"gradient_checkpointing_use_reentrant": True, "heads": ("quality", "style")}
+        value |= {"gradient_checkpointing_use_reentrant": True, "heads": ("quality", "style"), "share_prompts": True}
         value = value.get(name, 7)
         line = [f"--{alias}", *(map(str, value) if isinstance(value, tuple) else [] if value is True else [str(value)])]
     if name == "lora_base":
         line += ["--lora_rank", "4"]
+    if name == "share_prompts":
+        line += ["--packing"]
     method = "reward" if name in OF_REWARDS else "grpo"
     held = run(*line, method=method).value(name)
     assert held == SWITCHES.get(alias, {True: value})[True] != DEFAULTS[name]

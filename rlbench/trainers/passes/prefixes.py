@@ -2,7 +2,8 @@
 
 Causal attention makes the keys and values of a prompt the same under each of its responses. So the prompt lies in the
 packed row once, and each response sees it, and itself, alone; what is computed is the same to rounding. A group of n
-responses of t tokens to a prompt of p takes p + n·t tokens in place of n·(p + t).
+responses of t tokens to a prompt of p takes p + n·t tokens in place of n·(p + t). Of padded rows this is Prefix Grouper
+(arXiv 2506.05433).
 """
 
 from __future__ import annotations
