@@ -35,9 +35,9 @@ def continuations(at: Stage, model: str = "bench-10m") -> Measuring:
 
 
 EXPERIMENTS = (
-    Experiment("endpoint", endpoint, 6, 1.5),
-    Experiment("endpoint-10m", partial(endpoint, model="bench-10m"), 4, 1.5),
-    Experiment("continuations", continuations, 6, 1.0),
+    Experiment("endpoint", endpoint, 6, 0.5),
+    Experiment("endpoint-10m", partial(endpoint, model="bench-10m"), 4, 0.8),
+    Experiment("continuations", continuations, 6, 0.3),
 )
 FIGURES = (
     Figure(

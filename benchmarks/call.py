@@ -75,7 +75,7 @@ def _bare(actors: list[Any]) -> Callable[[], Any]:
     return lambda: ray.get([actor.nothing.remote() for actor in actors])
 
 
-EXPERIMENTS = (Experiment("call", calls, 8, 0.3),)
+EXPERIMENTS = (Experiment("call", calls, 8, 0.2),)
 FIGURES = (
     Figure(
         "call-1",

@@ -51,7 +51,7 @@ class Interrupts:
         self.session.close()
 
 
-EXPERIMENTS = (Experiment("interrupts", interrupts, 3, 0.5),)
+EXPERIMENTS = (Experiment("interrupts", interrupts, 3, 0.3),)
 FIGURES = (
     Figure(
         "interrupt-prompt",

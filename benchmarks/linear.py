@@ -121,7 +121,7 @@ class Heads:
         return {f"{name}_s": timed(partial(work, side, *self.inputs, self.by_entropy)) for name, side in SIDES.items()}
 
 
-EXPERIMENTS = (Experiment("linear", head, 3, 0.8),)
+EXPERIMENTS = (Experiment("linear", head, 3, 0.5),)
 FIGURES = (
     Figure(
         "linear-memory",

@@ -46,7 +46,7 @@ def lab(at: Stage, model: str = "bench-10m", gradients: bool = False) -> Measuri
         yield once()
 
 
-EXPERIMENTS = (Experiment("loss-lab", lab, ROUNDS, 0.4),)
+EXPERIMENTS = (Experiment("loss-lab", lab, ROUNDS, 0.3),)
 FIGURES = (
     Figure(
         "loss-lab",

@@ -215,7 +215,7 @@ def part(*names: str) -> Callable[[Round], float]:
     return lambda found: sum(found[name] for name in names)
 
 
-EXPERIMENTS = (Experiment("many", step, 3, 1.5), Experiment("history", history, 5, 0.3))
+EXPERIMENTS = (Experiment("many", step, 3, 0.7), Experiment("history", history, 5, 0.3))
 FIGURES = (
     Figure(
         "many",

@@ -16,7 +16,7 @@ from functools import partial
 from benchmarks.harness import Experiment, Figure, Measuring, Stage, main_of
 from benchmarks.models import model_folder
 
-STEPS = 5
+STEPS = 4
 
 
 def lags(at: Stage, model: str = "bench-10m", score_s: float = 0.0) -> Measuring:
@@ -24,11 +24,12 @@ def lags(at: Stage, model: str = "bench-10m", score_s: float = 0.0) -> Measuring
     side = at.side("benchmarks.session_side", json.dumps({"model": model_folder(model), "train": {"lr": 1e-4}}))
     side.ready()
     side.turn(verb="pipeline", lag=0, steps=1)
+    side.turn(verb="settle")
     while True:
         yield {f"lag_{lag}_s": side.turn(verb="pipeline", lag=lag, steps=STEPS, score_s=score_s)["s"] for lag in (0, 1)}
 
 
-EXPERIMENTS = (Experiment("pipeline", lags, 4, 2.0),)
+EXPERIMENTS = (Experiment("pipeline", lags, 4, 1.0),)
 FIGURES = (
     Figure(
         "pipeline",

@@ -118,8 +118,8 @@ class OnACluster:
 
 
 EXPERIMENTS = (
-    Experiment("cold", cold, 2, 1.0),
-    Experiment("cluster", on_a_cluster, 3, 0.7),
+    Experiment("cold", cold, 2, 0.8),
+    Experiment("cluster", on_a_cluster, 3, 0.3),
     Experiment("attach", attach, 5, 0.3),
 )
 FIGURES = (

@@ -61,7 +61,7 @@ def gain(found: Round) -> float:
 EXPERIMENTS = (
     Experiment("fixed", fixed, 20, 0.2),
     Experiment("ragged", ragged, 5, 0.5),
-    Experiment("prompts", prompts, 4, 0.8),
+    Experiment("prompts", prompts, 4, 0.6),
 )
 FIGURES = (
     Figure(

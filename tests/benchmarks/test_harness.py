@@ -65,6 +65,16 @@ def test_the_median_counts_and_the_spread_is_said(numbers, better, bar, reached,
     assert (record["reached"], record["clear"]) == (reached, clear)
 
 
+def test_rounds_beyond_the_least_begin_only_where_there_is_time(at: Stage) -> None:
+    def quick(_: Stage) -> Measuring:
+        while True:
+            yield {"a": 1.0}
+
+    for wanted, minutes, count, expected in [(5, 0.0, None, 2), (1, 0.0, None, 1), (5, 1.0, None, 5), (5, 0.0, 3, 3)]:
+        rounds = rounds_of(Experiment("quick", quick, wanted, minutes), at, count, say=lambda _: None)
+        assert len(rounds) == expected, (wanted, minutes, count)
+
+
 def test_a_failing_experiment_is_a_row_and_the_others_go_on(at: Stage) -> None:
     def failing(_: Stage) -> Measuring:
         raise RuntimeError("no engine")
