@@ -120,7 +120,7 @@ class OnACluster:
 EXPERIMENTS = (
     Experiment("cold", cold, 2, 0.8),
     Experiment("cluster", on_a_cluster, 3, 0.3),
-    Experiment("attach", attach, 5, 0.3),
+    Experiment("attach", attach, 3, 0.2),
 )
 FIGURES = (
     Figure(

@@ -33,7 +33,13 @@ PHASES = ("rollout_s", "train_s", "sync_s", "step_s")
 
 
 def steps(
-    at: Stage, model: str, sides: tuple[str, ...], lengths: str = "fixed", tokens: int = TOKENS, warm: int | None = None
+    at: Stage,
+    model: str,
+    sides: tuple[str, ...],
+    lengths: str = "fixed",
+    prompts: int = PROMPTS,
+    tokens: int = TOKENS,
+    warm: int | None = None,
 ) -> Measuring:
     """Yield each side's seconds by phase, step by step.
 
@@ -42,37 +48,38 @@ def steps(
         model: its name.
         sides: of "hand", "session" and "trl".
         lengths: "fixed" or "geometric".
+        prompts: of a step.
         tokens: the longest completion.
         warm: length of the completions in the step that does not count; None: as in the others.
     """
-    started = {name: side for name in sides if (side := _started(name, at, model, lengths, tokens)) is not None}
+    started = {name: side for name in sides if (side := _started(name, at, model, lengths, prompts, tokens))}
     for side in started.values():
         side.ready()
     for name, side in started.items():
-        _turn(name, side, lengths, warm or tokens)
+        _turn(name, side, lengths, prompts, warm or tokens)
         if name == "session" and warm is None:
             side.turn(verb="settle")
     while True:
         yield {
             f"{name}_{key}": value
             for name, side in started.items()
-            for key, value in _turn(name, side, lengths, tokens).items()
+            for key, value in _turn(name, side, lengths, prompts, tokens).items()
             if key in (*PHASES, "copies_s", "bytes", "tokens")
         }
 
 
 def large(at: Stage) -> Measuring:
-    """Yield the same at 100 M, of 16 tokens, with a copy of as many bytes as a sync brings over, in turns."""
+    """Yield the same at 100 M, of 4 × 8 × 16 tokens, with a copy of as many bytes as a sync brings over, in turns."""
     copier = at.side("benchmarks.copies")
     copier.ready()
-    for found in steps(at, "bench-100m", ("hand", "session"), tokens=16, warm=8):
+    for found in steps(at, "bench-100m", ("hand", "session"), prompts=4, tokens=16, warm=8):
         yield {**found, "memcpy_s": copier.turn(size=int(found["session_bytes"]))["s"]}
 
 
-def _started(name: str, at: Stage, model: str, lengths: str, tokens: int) -> Side | None:
+def _started(name: str, at: Stage, model: str, lengths: str, prompts: int, tokens: int) -> Side | None:
     """Start a side; TRL, which needs an environment of its own, may be absent."""
     try:
-        return _start(name, at, model, lengths, tokens)
+        return _start(name, at, model, lengths, prompts, tokens)
     except SideError as error:
         if name != "trl":
             raise
@@ -80,7 +87,7 @@ def _started(name: str, at: Stage, model: str, lengths: str, tokens: int) -> Sid
         return None
 
 
-def _start(name: str, at: Stage, model: str, lengths: str, tokens: int) -> Side:
+def _start(name: str, at: Stage, model: str, lengths: str, prompts: int, tokens: int) -> Side:
     path, lr = model_folder(model), LR if lengths == "fixed" else LR_GEOMETRIC
     if name == "session":
         return at.side(
@@ -88,7 +95,7 @@ def _start(name: str, at: Stage, model: str, lengths: str, tokens: int) -> Side:
         )
     if name == "hand":
         sizes = {
-            "prompts": PROMPTS,
+            "prompts": prompts,
             "n": SAMPLES,
             "max-tokens": tokens,
             "lr": lr,
@@ -129,9 +136,9 @@ def _end_token(path: str) -> int:
         return int(json.load(file)["eos_token_id"])
 
 
-def _turn(name: str, side: Side, lengths: str, tokens: int) -> Record:
+def _turn(name: str, side: Side, lengths: str, prompts: int, tokens: int) -> Record:
     if name == "session":
-        return side.turn(verb="step", tokens=tokens, geometric=lengths == "geometric")
+        return side.turn(verb="step", prompts=prompts, tokens=tokens, geometric=lengths == "geometric")
     record = side.turn(max_tokens=tokens) if name == "hand" else side.turn()
     return {"step_s": record["step"]} if name == "trl" else record
 
@@ -148,9 +155,9 @@ def times(upper: str, lower: str, key: str = "step_s") -> Any:
 ALL = ("hand", "session", "trl")
 GEOMETRIC = partial(steps, model="bench-10m", sides=("trl", "session"), lengths="geometric", tokens=LIMIT)
 EXPERIMENTS = (
-    Experiment("step", partial(steps, model="bench-10m", sides=ALL), 5, 1.6),
+    Experiment("step", partial(steps, model="bench-10m", sides=ALL), 5, 1.4),
     Experiment("small", partial(steps, model="bench-0.8m", sides=("hand", "session")), 12, 0.5),
-    Experiment("large", large, 2, 1.6),
+    Experiment("large", large, 2, 1.2),
     Experiment(
         "geometric",
         GEOMETRIC,
@@ -164,7 +171,7 @@ FIGURES = (
     Figure("rollout-10m", "… its rollout", "step", times("hand", "session", "rollout_s")),
     Figure("train-10m", "… its train step", "step", times("hand", "session", "train_s")),
     Figure("step-0.8m", f"{BY_HAND}: 0.8 M", "small", times("hand", "session"), bar=0.9),
-    Figure("step-100m", f"{BY_HAND}: 100 M, 8 × 8 × 16 tokens", "large", times("hand", "session"), bar=0.97),
+    Figure("step-100m", f"{BY_HAND}: 100 M, 4 × 8 × 16 tokens", "large", times("hand", "session"), bar=0.97),
     Figure("trl-10m", "RL step of TRL / session: 10 M, 8 × 8 × 64 tokens", "step", times("trl", "session"), bar=1.15),
     Figure(
         "trl-geometric",

@@ -3,7 +3,7 @@
 Fixed cost: a whole `train_step` on 80 response tokens of the tiny model, where computing takes next to nothing.
 Packing: the same batch of geometric lengths (mean 32, limit 256), packed and padded, in turns; padded micro-batches are
 made of rows of like length already, and the ratio is held against the tokens that padding adds to them.
-Shared prompts: 4 x 8 completions of 64 tokens behind prompts of 256 letters, each computed for every completion and
+Shared prompts: 3 x 8 completions of 64 tokens behind prompts of 256 letters, each computed for every completion and
 once for its eight, in turns; the ratio is held against that of the tokens.
 
     python -m benchmarks.train
@@ -45,7 +45,7 @@ def prompts(at: Stage) -> Measuring:
     """Yield seconds of a train step that computes prompts once, or for each completion, and the share that is saved."""
     side = at.side("benchmarks.session_side", json.dumps({"model": model_folder("bench-10m")}))
     side.ready()
-    side.turn(verb="prepare", prompts=4, behind=256)
+    side.turn(verb="prepare", prompts=3, behind=256)
     for share in (True, False):
         side.turn(verb="train", share_prompts=share)
     while True:
@@ -75,7 +75,7 @@ FIGURES = (
     ),
     Figure(
         "prompts",
-        "train step, 4 × 8 × 64 tokens behind prompts of 256, 10 M: a prompt for each / once (`share_prompts=True`)",
+        "train step, 3 × 8 × 64 tokens behind prompts of 256, 10 M: a prompt for each / once (`share_prompts=True`)",
         "prompts",
         lambda found: found["each_s"] / found["once_s"],
     ),
