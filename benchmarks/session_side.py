@@ -169,10 +169,9 @@ class SessionSide:
     def settle(self) -> Record:
         """Take so many short steps that the memory of all copies for undo is there: to ask for it takes longer than the
         copy, on some hosts ten times as long."""
-        from rlbench.defaults import MOST_UNDONE
-
         self.prepare(prompts=1, n=2, tokens=4)
-        return {"s": timed(lambda: [self.session.train_step(self.batch, lr=1e-9) for _ in range(MOST_UNDONE + 2)])}
+        steps = range(self.session.core.undo_depth + 2)
+        return {"s": timed(lambda: [self.session.train_step(self.batch, lr=1e-9) for _ in steps])}
 
     def train(self, packing: bool = True, share_prompts: bool = False) -> Record:
         """Take a train step on the batch; also the share of the computed tokens that were padding, and that of the

@@ -1,10 +1,10 @@
 """A whole RL step of a session against the hand-written single-process loop, and against TRL's `GRPOTrainer`.
 
 Each side is a process that was started once and has taken a step already, a session also short ones, until the memory
-of its copies for undo is there (not at 100 M, where none is kept for the next copy); then they take one step each, in
-turns. A ratio above 1 says that a session is faster. Rollout, train and sync are one step; of TRL, which generates with
-the weights it trains, generation and train. Lengths are fixed, or geometric (`handwritten_loop.GEOMETRIC_BIAS`), for
-which the learning rate is tiny, so that no side learns to end its completions earlier than the others.
+of its copies for undo is there (at 100 M of `undo=1`, as that takes long); then they take one step each, in turns. A
+ratio above 1 says that a session is faster. Rollout, train and sync are one step; of TRL, which generates with the
+weights it trains, generation and train. Lengths are fixed, or geometric (`handwritten_loop.GEOMETRIC_BIAS`), for which
+the learning rate is tiny, so that no side learns to end its completions earlier than the others.
 
     python -m benchmarks.step                      # 10 M parameters, 8 x 8 completions of 64 tokens; also TRL
     python -m benchmarks.step --figure geometric   # or small (0.8 M), large (100 M)
@@ -40,6 +40,7 @@ def steps(
     prompts: int = PROMPTS,
     tokens: int = TOKENS,
     warm: int | None = None,
+    undo: int | None = None,
 ) -> Measuring:
     """Yield each side's seconds by phase, step by step.
 
@@ -51,13 +52,14 @@ def steps(
         prompts: of a step.
         tokens: the longest completion.
         warm: length of the completions in the step that does not count; None: as in the others.
+        undo: of the session.
     """
-    started = {name: side for name in sides if (side := _started(name, at, model, lengths, prompts, tokens))}
+    started = {name: side for name in sides if (side := _started(name, at, model, lengths, prompts, tokens, undo))}
     for side in started.values():
         side.ready()
     for name, side in started.items():
         _turn(name, side, lengths, prompts, warm or tokens)
-        if name == "session" and warm is None:
+        if name == "session":
             side.turn(verb="settle")
     while True:
         yield {
@@ -72,14 +74,16 @@ def large(at: Stage) -> Measuring:
     """Yield the same at 100 M, of 4 × 8 × 16 tokens, with a copy of as many bytes as a sync brings over, in turns."""
     copier = at.side("benchmarks.copies")
     copier.ready()
-    for found in steps(at, "bench-100m", ("hand", "session"), prompts=4, tokens=16, warm=8):
+    for found in steps(at, "bench-100m", ("hand", "session"), prompts=4, tokens=16, warm=8, undo=1):
         yield {**found, "memcpy_s": copier.turn(size=int(found["session_bytes"]))["s"]}
 
 
-def _started(name: str, at: Stage, model: str, lengths: str, prompts: int, tokens: int) -> Side | None:
+def _started(
+    name: str, at: Stage, model: str, lengths: str, prompts: int, tokens: int, undo: int | None
+) -> Side | None:
     """Start a side; TRL, which needs an environment of its own, may be absent."""
     try:
-        return _start(name, at, model, lengths, prompts, tokens)
+        return _start(name, at, model, lengths, prompts, tokens, undo)
     except SideError as error:
         if name != "trl":
             raise
@@ -87,12 +91,11 @@ def _started(name: str, at: Stage, model: str, lengths: str, prompts: int, token
         return None
 
 
-def _start(name: str, at: Stage, model: str, lengths: str, prompts: int, tokens: int) -> Side:
+def _start(name: str, at: Stage, model: str, lengths: str, prompts: int, tokens: int, undo: int | None) -> Side:
     path, lr = model_folder(model), LR if lengths == "fixed" else LR_GEOMETRIC
     if name == "session":
-        return at.side(
-            "benchmarks.session_side", json.dumps({"model": path, "train": {"lr": lr, "betas": (0.9, 0.95)}})
-        )
+        given = {"model": path, "train": {"lr": lr, "betas": (0.9, 0.95)}, "undo": undo}
+        return at.side("benchmarks.session_side", json.dumps(given))
     if name == "hand":
         sizes = {
             "prompts": prompts,

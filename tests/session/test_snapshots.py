@@ -156,6 +156,17 @@ def test_a_copy_is_written_over_the_memory_of_one_that_nobody_goes_back_to(sessi
     assert checksums(session) == before
 
 
+def test_the_memory_of_a_large_copy_is_kept_only_where_as_much_is_free_several_times(session, batch, monkeypatch):
+    monkeypatch.setattr(step_copies, "SPARE_BYTES", 0)
+    session.train_step(batch)
+    copy = session.snapshots[-1].bytes
+    for room, kept in [(step_copies.SPARE_SHARE * copy + 4096, True), (step_copies.SPARE_SHARE * copy // 2, False)]:
+        monkeypatch.setattr(step_copies, "room_in_memory", lambda room=room: room)
+        for _ in range(2):
+            session.train_step(batch)
+        assert bool(spare_of(session)) == kept and len(in_memory(session)) == 2
+
+
 def test_several_steps_are_taken_back_one_by_one_and_no_more_than_asked_for(session, batch, monkeypatch):
     monkeypatch.setattr(session.core, "undo_depth", 2)
     sums = [checksums(session)]
@@ -350,7 +361,7 @@ def test_something_is_left_to_heal_from_whatever_could_not_be_kept(failed):
     there = {
         id_: {"automatic": id_ != "mine", "folder": id_, "bytes": 1} for id_ in ("mine", "first", "second", "last")
     }
-    kept = step_copies.Kept(core, around, False, 3, ["first", "second"], there)
+    kept = step_copies.Kept(core, around, False, 3, ["first", "second"], there, room=0)
     done = {name: {"failed": "no room"} if name in failed else {"bytes": 1, "fresh": 1} for name in ("before", "after")}
     gone = {event["id"] for event in kept.after_events(done | {"stepped": True}) if event.get("fields", 0) is None}
     without_before = {"first", "second"} if "after" in failed else {"first", "second", "last"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlbench.dispatch.chain import ChainStep, Steps
 from rlbench.errors import CheckpointError, SessionError
+from rlbench.runtime.devices import room_in_memory
 from rlbench.session.core import SessionCore
 from rlbench.session.state.snapshots import (
     Snapshot,
@@ -28,8 +29,9 @@ from rlbench.session.state.snapshots import (
 from rlbench.workers.train.config import AroundStep
 
 Event = dict[str, Any]
-SPARE_BYTES = 1 << 30
-"""How much memory of copies that nobody goes back to is kept for the next one."""
+SPARE_BYTES, SPARE_SHARE = 1 << 30, 4
+"""The memory of a copy that nobody goes back to is kept for the next one up to that size, or up to one part of so many
+of what is free beside it: memory asked of the system anew takes several times as long as the copy."""
 
 
 def undo(core: SessionCore, sync: bool = True) -> Generator[ChainStep, Any, Snapshot]:
@@ -50,7 +52,8 @@ def undo(core: SessionCore, sync: bool = True) -> Generator[ChainStep, Any, Snap
 
 @dataclass(frozen=True)
 class Kept:
-    """What the session keeps around its next optimizer step, as planned from its record."""
+    """What the session keeps around its next optimizer step, as planned from its record; `room`: bytes of host memory
+    that were free then."""
 
     core: SessionCore
     around: AroundStep
@@ -58,6 +61,7 @@ class Kept:
     step: int
     undo: list[str]
     snapshots: Mapping[str, Mapping[str, Any]]
+    room: int
 
     def before_events(self, done: Mapping[str, Any]) -> list[Event]:
         """Return what puts the copy before the step on record."""
@@ -93,8 +97,8 @@ class Kept:
 
     def _given_up(self, done: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Return the folders that go off the record, and of each whether it is small enough to be spare."""
-        gone = [self.snapshots[id_] for id_ in self._gone(done)]
-        return [(fields["folder"], fields["bytes"] <= SPARE_BYTES) for fields in gone]
+        gone, most = [self.snapshots[id_] for id_ in self._gone(done)], max(SPARE_BYTES, self.room // SPARE_SHARE)
+        return [(fields["folder"], fields["bytes"] <= most) for fields in gone]
 
     def _events(self, done: Mapping[str, Any], which: str) -> list[Event]:
         folder, parts = getattr(self.around, which), [part for part in [done[which]] if "failed" not in part]
@@ -109,7 +113,7 @@ def planned(core: SessionCore, state: Mapping[str, Any]) -> Kept | None:
     before, after = (new_folder(core, disk) for _ in range(2))
     earlier = [fields["folder"] for fields in state["snapshots"].values() if fields["disk"] == disk]
     around = AroundStep(before, after, earlier[-1] if earlier else None, state["spare"])
-    return Kept(core, around, disk, int(state["step"]), state["undo"], state["snapshots"])
+    return Kept(core, around, disk, int(state["step"]), state["undo"], state["snapshots"], room_in_memory())
 
 
 def before_step_steps(core: SessionCore) -> Steps:
