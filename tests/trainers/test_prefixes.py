@@ -111,6 +111,15 @@ def test_a_plan_keeps_groups_together_within_the_budget_and_gives_every_rank_its
         assert world > 1 or added.sum() == given.responses.lengths.sum() + sum(set(given.prompts.lengths.tolist()))
 
 
+def test_a_group_is_split_into_no_more_parts_than_ranks_have_shares_of_it() -> None:
+    alone = sharing([(256, 64)] * 8 + [(1, 1)])[:8]
+    together, added = kept_together(alone, 2, 10_000)
+    assert len(set(together.tolist())) == 2 and added.sum() == 2 * 256 + 8 * 64
+    three = sharing([(p, 64) for p in (100, 101, 102) for _ in range(4)] + [(1, 1)])[:12]
+    together, _ = kept_together(three, 2, 10_000)
+    assert len(set(together.tolist())) == 3
+
+
 def test_the_two_of_a_pair_share_their_prompt_and_stay_together() -> None:
     lengths = [(5, 4), (5, 7), (5, 2), (5, 3), (4, 6), (4, 1)]
     given = sharing([*lengths, (2, 2)], pair=np.array([3, 3, 0, 0, 7, 7, -1]))

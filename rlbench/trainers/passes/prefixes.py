@@ -67,17 +67,19 @@ def kept_together(batch: TrainBatch, world_size: int, token_budget: int) -> tupl
     """Return which rows go into one micro-batch, a number for each, of a pair's at least 0, and how many tokens each
     adds to those of its number that come before it; (B,) int64 both.
 
-    Rows of one prompt go together, as far as they leave each of `world_size` ranks its part and stay in
-    `token_budget`; of a batch of pairs the two of a pair, and no more.
+    Rows of one prompt go together as far as they stay in `token_budget`, in as many parts as they have shares of what
+    each of `world_size` ranks computes; of a batch of pairs the two of a pair, and no more.
     """
     prompt, response, same = batch.prompts.lengths, batch.responses.lengths, same_rows(batch.prompts)
     if batch.pair is not None:
         together = np.where(batch.pair < 0, -1 - np.arange(len(batch)), batch.pair).astype(np.int64)
     else:
-        most = min(token_budget, -(-_shared_tokens(same, prompt, response) // world_size))
+        groups = rows_by(same)
+        sizes = np.array([prompt[rows[0]] + response[rows].sum() for rows in groups])
+        shares = np.rint(sizes * world_size / sizes.sum()).astype(np.int64)
         together, count = np.empty(len(batch), np.int64), 0
-        for rows in rows_by(same):
-            parts = _parts(int(prompt[rows[0]]), response[rows], most)
+        for rows, least in zip(groups, shares.tolist(), strict=True):
+            parts = _parts(int(prompt[rows[0]]), response[rows], token_budget, least)
             together[rows] = count + parts
             count += int(parts.max()) + 1
     _, firsts = np.unique(np.stack([same, together]), axis=1, return_index=True)
@@ -98,15 +100,10 @@ def rows_by(numbers: np.ndarray) -> list[np.ndarray]:
     return np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
 
 
-def _shared_tokens(same: np.ndarray, prompt: np.ndarray, response: np.ndarray) -> int:
-    """Count the tokens of rows whose prompts are computed once."""
-    return int(response.sum()) + int(prompt[np.unique(same, return_index=True)[1]].sum())
-
-
-def _parts(prompt: int, responses: np.ndarray, most: int) -> np.ndarray:
-    """Split the responses (n,) to a prompt into the fewest parts that have, with the prompt, at most so many tokens, or
-    into single ones; return the part of each, (n,) int64."""
-    count = max(1, -(-int(responses.sum()) // max(1, most - prompt)))
+def _parts(prompt: int, responses: np.ndarray, most: int, least: int) -> np.ndarray:
+    """Split the responses (n,) to a prompt into the fewest parts, but `least`, that have with the prompt at `most` so
+    many tokens, or into single ones; return the part of each, (n,) int64."""
+    count = max(1, least, -(-int(responses.sum()) // max(1, most - prompt)))
     while count < len(responses):
         bins, loads = longest_first(responses, count)
         if prompt + max(loads) <= most:
