@@ -91,6 +91,7 @@ def test_a_rank_without_images_runs_the_tower_with_the_other_and_adds_nothing(
         assert_gradients(engine, plain.model, atol=1e-5)
         forward_backward(engine, given.rows([1]), packing=packing)  # neither has one, one has no row
     assert sorted(len(result["rows"]) for result in results) == [1, 1]
+    assert [result["shared"] for result in results] == [0, 0], "a blank picture is no prompt that rows share"
 
 
 def test_an_image_token_that_a_policy_sampled_is_a_token_as_others(eyes: str) -> None:

@@ -145,7 +145,8 @@ class PolicyStep:
                 if self.strategy.rows.index == 0:  # of all ranks that see the same
                     computed[0] += inputs.input_ids.numel()
                     computed[1] += sum(inputs.lengths)
-                    computed[2] += int(part.batch.lengths.sum())
+                    if inputs.after is not None:
+                        computed[2] += int(part.batch.lengths.sum()) - sum(inputs.lengths)
                 if options.keep_tokens:
                     channels = found.channels(passes.model.CHANNELS) | tokens_of_loss(view, own, inputs.grid)
                     keeper.add(part.rows, part.batch, channels)
@@ -176,7 +177,7 @@ class PolicyStep:
             "micro_batches": count,
             "computed": computed[0],
             "padding": computed[0] - computed[1],
-            "shared": computed[2] - computed[1],
+            "shared": computed[2],
             **keeper.result(),
         }
 
