@@ -168,7 +168,7 @@ class SessionSide:
 
     def settle(self) -> Record:
         """Take so many short steps that the memory of all copies for undo is there: to ask for it takes longer than the
-        copy, on some hosts ten times as long."""
+        copy."""
         self.prepare(prompts=1, n=2, tokens=4)
         steps = range(self.session.core.undo_depth + 2)
         return {"s": timed(lambda: [self.session.train_step(self.batch, lr=1e-9) for _ in steps])}

@@ -273,6 +273,13 @@ def test_every_public_name_is_there() -> None:
         room.get_strategie  # noqa: B018
 
 
+def test_prompts_are_shared_of_packed_sequences_that_ranks_have_whole() -> None:
+    with pytest.raises(OptionError, match="share_prompts=True has no effect without packing=True"):
+        StrategyConfig(share_prompts=True)
+    with pytest.raises(OptionError, match="share_prompts=True and sequence_parallel=2 cannot be honoured together"):
+        StrategyConfig(share_prompts=True, packing=True, sequence_parallel=2)
+
+
 @pytest.mark.parametrize("kind", [StrategyConfig, Train])
 def test_ranks_share_layers_or_tokens_but_not_both(kind: Any) -> None:
     with pytest.raises(OptionError, match="tensor_parallel and sequence_parallel cannot be honoured together"):

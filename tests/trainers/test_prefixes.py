@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlbench.data.base.ragged import Ragged
 from rlbench.data.batches.batch import TrainBatch
 from rlbench.errors import EngineError
 from rlbench.options import OptionError
+from rlbench.trainers.models.score_model import ScoreModel
 from rlbench.trainers.passes.forward import PolicyModel
 from rlbench.trainers.passes.micro_batches import plan_micro_batches
 from rlbench.trainers.passes.packing import model_inputs
@@ -143,6 +145,15 @@ def test_a_model_that_tells_sequences_apart_by_their_places_is_refused(tmp_path:
     policy.prove(sharing(), True, "plain")
     with pytest.raises(EngineError, match=r"behind a prompt that they share.*pass share_prompts=False"):
         policy.prove(sharing(), True, "plain", share_prompts=True)
+
+
+def test_ranks_that_split_sequences_and_reward_models_share_nothing(tmp_path: Path) -> None:
+    model: Any = Qwen2ForCausalLM.from_pretrained(save_qwen(tmp_path))
+    split: Any = SimpleNamespace(size=2)
+    with pytest.raises(OptionError, match="share_prompts=True and sequence_parallel=2"):
+        PolicyModel(model, CPU, half=False, ranks=split).check_shared(sharing())
+    with pytest.raises(OptionError, match="share_prompts=True and a reward model"):
+        ScoreModel(model, CPU, half=False).check_shared(sharing())
 
 
 def test_padded_rows_share_nothing() -> None:

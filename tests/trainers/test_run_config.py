@@ -335,6 +335,7 @@ def test_a_method_on_texts_takes_what_acts_on_texts_and_no_other_takes_that() ->
     )
     assert found.trainer_options == {**METHODS["dpo"], "token_budget": 64, "logging_steps": 5}
     assert (run(method="sft").run.data, run("--eval_steps", "2", method="kto").run.eval_data) == ("tiny", "tiny")
+    assert run("--share_prompts", method="dpo").strategy.share_prompts
     for method, line, said in (
         ("sft", "--n 4", "n has no effect on texts"),
         ("dpo", "--reward math", "reward has no effect on texts"),
@@ -346,6 +347,7 @@ def test_a_method_on_texts_takes_what_acts_on_texts_and_no_other_takes_that() ->
         ("sft", "--pooling attention", "pooling has no effect with sft: it is of reward"),
         ("grpo", "--probing_layer 3", "probing_layer has no effect with grpo: it is of reward"),
         ("reward", "--head plain", "no vocabulary"),
+        ("reward", "--share_prompts", "share_prompts cannot be honoured with reward"),
         ("sft", "--teacher a/model", "teacher has no effect with sft"),
         ("grpo", "--teacher a/model", "teacher has no effect with grpo"),
         ("distill", "--teacher a/model --kl_coef 0", "leaves nothing of the teacher"),

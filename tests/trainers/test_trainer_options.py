@@ -52,6 +52,24 @@ def test_recomputed_activations_change_no_step(qwen: str) -> None:
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=1e-6)
 
 
+def test_a_step_shares_prompts_where_that_is_asked_for(qwen: str) -> None:
+    def trained(**given: Any) -> tuple[int, torch.Tensor]:
+        trainer, tokens = trainer_of(qwen, packing=True, **given), []
+        trainer.make_experience()
+
+        def watch(_: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():  # proofs have none
+                tokens.append(kwargs["input_ids"].numel())
+
+        trainer.actor.model.register_forward_pre_hook(watch, with_kwargs=True)
+        trainer.ppo_train()
+        return sum(tokens), first_weight(trainer.actor)
+
+    (every, plain), (once, shared) = trained(), trained(share_prompts=True)
+    assert 0 < once < every
+    torch.testing.assert_close(shared, plain, rtol=0, atol=1e-6)
+
+
 def test_a_critic_recomputes_too_and_a_model_that_cannot_says_so(qwen: str) -> None:
     strategy = get_fake_strategy(OPTIONS)
     critic = strategy.prepare_model(make_critic(qwen), is_training=True)

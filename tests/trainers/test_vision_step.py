@@ -11,6 +11,7 @@ import pytest
 from rlbench.data.base.ragged import Ragged
 from rlbench.data.prompts.images import PlacedImage
 from rlbench.errors import DataError
+from rlbench.options import OptionError
 from rlbench.trainers.models.lora import Lora
 from rlbench.trainers.models.policy_spec import PolicySpec
 from rlbench.weights.names import checkpoint_shapes
@@ -149,6 +150,8 @@ def test_what_cannot_be_seen_is_refused_before_any_pass(eyes: str, qwen: str) ->
         forward_backward(engine, given)
     short = given.replace(images=(given.images[0] * 2, ()))
     with ranks(1, on_meta(eyes)) as engine:
+        with pytest.raises(OptionError, match="share_prompts=True and prompts with images"):
+            forward_backward(engine, given, share_prompts=True)
         with pytest.raises(DataError, match="4 image tokens, its 2 images 8"):
             forward_backward(engine, short)
         for at, token in ((1, "0 image tokens at"), (-4, "image tokens at")):

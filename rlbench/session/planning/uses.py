@@ -299,6 +299,7 @@ def session_uses(model: Model, request: Request, workers: Mapping[str, int], cri
     """What a session keeps in host memory, once: copies of its steps, weights on their way, and its processes."""
     copy = sum(_copied(one, request) for one in (model, critic) if one is not None)
     copy += _bytes(model, 1, lambda held: AVERAGED_ITEM * request.ema)
+    # a spare one that is larger is kept only out of what is free, four times over
     kept = request.undo + 1 + (copy <= SPARE_BYTES) if request.undo else 0
     replicas = workers[REPLICA]
     processes = HOST_SESSION + replicas * HOST_REPLICA + (sum(workers.values()) - replicas) * HOST_RANK
