@@ -42,7 +42,18 @@ class Adapted:
         peft = sys.modules.get("peft.tuners.lora.layer")
         if peft is None:
             return cls()
-        return cls({path: layer for path, layer in module.named_modules() if isinstance(layer, peft.LoraLayer)})
+        layers: dict[str, Any] = {}
+        seen, waiting = set(), [("", module)]
+        while waiting:  # in the order of `named_modules`, but not into the dozen of parts that each adapted layer has
+            path, part = waiting.pop()
+            if isinstance(part, peft.LoraLayer):
+                layers[path] = part
+            elif part not in seen:
+                seen.add(part)
+                below = f"{path}." if path else ""
+                inner = [(f"{below}{name}", child) for name, child in part._modules.items() if child is not None]
+                waiting += reversed(inner)
+        return cls(layers)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -115,6 +126,8 @@ def inject(
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it tells of kernels not used here
     from peft import LoraConfig, inject_adapter_in_model
 
+    from rlbench.nn.lora_layer import plain_layers
+
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -127,9 +140,11 @@ def inject(
         inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)  # warns of GPT-2's layers, transposed
     for name in whole:
         module.get_submodule(name).requires_grad_(True)
-    for layer in Adapted.of(module).layers.values():
+    layers = list(Adapted.of(module).layers.values())
+    for layer in layers:
         for drops in layer.lora_dropout.values():
             drops.register_forward_pre_hook(_drop_in_training_passes)
+    plain_layers(layers)
 
 
 @contextmanager

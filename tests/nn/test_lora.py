@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rlbench.data.base.routing import FAMILIES
 from rlbench.errors import BuildError
 from rlbench.nn import lora
 from rlbench.nn.lora import Adapted, adapters_off, plain_name
+from rlbench.nn.lora_layer import PlainLoraLinear
 from rlbench.options import OptionError
 from rlbench.trainers.models.lora import Lora
 from tests.modules import qwen_on_meta
@@ -141,3 +143,46 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:
     assert (Lora(rank=8).scale, Lora(rank=8, alpha=8).scale) == (16.0, 8.0)
     assert Lora(targets="q_proj, v_proj").targets == ("q_proj", "v_proj")
+
+
+def steps(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits, and the gradients of the adapters."""
+    model.zero_grad()
+    logits = model(ids).logits
+    logits.square().mean().backward()
+    return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_a_layer_computes_what_pefts_own_does_to_the_bit(adapted: Any) -> None:
+    layers = [layer for layer in Adapted.of(adapted).layers.values() if type(layer) is PlainLoraLinear]
+    assert bool(layers) and all(type(layer).__name__ in ("PlainLoraLinear", "Linear") for layer in layers)
+    logits, gradients = steps(adapted, IDS)
+    for layer in layers:
+        layer.__class__ = Linear
+    expected, wanted = steps(adapted, IDS)
+    assert torch.equal(logits, expected) and len(gradients) == len(wanted) > 0
+    assert all(map(torch.equal, gradients, wanted))
+
+
+@pytest.mark.parametrize("change", ["off", "two", "hook", "half", "dropout", "merged"])
+def test_what_pefts_options_ask_of_a_layer_is_done_by_peft(change: str, qwen: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(qwen)
+    lora.inject(model, 4, 12.0, ["all-linear"], 0.5 if change == "dropout" else 0.0)
+    layer = next(iter(Adapted.of(trained(model)).layers.values()))
+    x, seen = torch.randn(3, layer.in_features), []
+    if change == "off":
+        layer._disable_adapters = True
+    if change == "two":
+        layer.update_layer("more", 2, 2.0, LoraConfig(r=2, init_lora_weights=False))
+        layer.set_adapter([lora.NAME, "more"])
+    if change == "hook":
+        layer.lora_A[lora.NAME].register_forward_hook(lambda *_: seen.append(1))
+    if change == "half":
+        layer.lora_A.to(torch.bfloat16), layer.lora_B.to(torch.bfloat16)
+    if change == "merged":
+        layer.merge()
+    torch.manual_seed(5)
+    found = layer(x)
+    layer.__class__ = Linear
+    torch.manual_seed(5)
+    assert torch.equal(found, layer(x)) and len(seen) == (2 if change == "hook" else 0)
