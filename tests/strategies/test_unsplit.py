@@ -174,3 +174,35 @@ def test_two_shards_stay_torchs(engine: Ranks) -> None:
         return {type(group).__name__ for group in fsdp_groups(model)}
 
     assert engine.run(kinds) == [{"FSDPParamGroup"}] * 2
+
+
+def test_parameters_that_move_or_freeze_between_passes_are_shown_as_they_are(qwen: str) -> None:
+    def passes() -> Any:
+        from rlbench.strategies.memory.offloading import reshard
+
+        layer, seen = module.model.layers[0].mlp.up_proj, []  # type: ignore[name-defined]
+        params = [p for group in fsdp_groups(module) for p in group.fsdp_params]  # type: ignore[name-defined]
+        shown: list[tuple[int, bool]] = []
+        hook = layer.register_forward_hook(
+            lambda *_: shown.append((layer.weight.data_ptr(), layer.weight.requires_grad))
+        )
+        for change in ("", "", "move", "freeze", ""):
+            if change == "move":
+                own = layer.weight._local_tensor
+                own.data = own.clone().mul_(2.0)
+                next(p for p in params if p.sharded_param is layer.weight).reset_sharded_param()
+            if change == "freeze":
+                layer.weight.requires_grad_(False)
+            with torch.no_grad():
+                logits = module(torch.tensor([[1, 2, 3]])).logits  # type: ignore[name-defined]
+            reshard(module)  # type: ignore[name-defined]
+            place, trained = shown.pop()
+            seen.append((place == layer.weight.to_local().data_ptr(), trained, float(logits.sum())))
+        hook.remove()
+        return seen, type(layer.weight).__name__
+
+    with ranks(1, qwen_on_meta(qwen)) as engine:
+        seen, kind = engine.run(passes)[0]
+    where, trained, sums = zip(*seen, strict=True)
+    assert where == (True,) * 5 and trained == (True, True, True, False, False) and kind == "DTensor"
+    assert sums[0] == sums[1] != sums[2] == sums[3] == sums[4]

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from rlbench.checkpoint.flat_parts import flat_part
 from rlbench.checkpoint.tensor_files import part_of
 from rlbench.errors import EngineError, StateError
-from rlbench.nn.walk import every_module
 from rlbench.strategies.flat.units import flat_units
 from rlbench.strategies.internals import fsdp_groups, is_fsdp_root
 from rlbench.strategies.memory import owners as memory
@@ -157,12 +156,15 @@ def reshard(model: nn.Module) -> None:
     which the next would gather and reduce in another order than on ranks where it did not."""
     if (flat := flat_units(model)) is not None:
         flat.leave_pass()
-    for part in every_module(model):
+    waiting = [model]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, FSDPModule) and is_fsdp_root(part):
+            part.reset_iter_state()  # of all that is in it
+            continue
         if isinstance(part, FSDPModule):
-            if is_fsdp_root(part):
-                part.reset_iter_state()
-            else:
-                part.reshard()
+            part.reshard()
+        waiting += part.children()
 
 
 def need_movable(model: nn.Module) -> None:

@@ -8,27 +8,62 @@ offloading and the reduction over replicas.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from rlbench.strategies.internals import fsdp_groups
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A parameter that is shown as the shard itself, and the modules' dictionaries in which it is put to be shown."""
+
+    param: FSDPParam
+    shard: Tensor
+    pointer: int
+    whole: nn.Parameter
+    slots: list[tuple[dict[str, Any], str]]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all of it is as it was."""
+        param = self.param
+        return (
+            param._sharded_param_data is self.shard
+            and self.shard.data_ptr() == self.pointer
+            and param._unsharded_param is self.whole
+            and self.whole.requires_grad == param.sharded_param.requires_grad
+        )
 
 
 class UnsplitGroup(FSDPParamGroup):
     """A group of parameters that are each whole on this rank."""
 
     fsdp_params: list[FSDPParam]
+    _shown: list[_Shown] | None = None  # of a group in which all are shards; nothing else changes from pass to pass
 
     def wait_for_unshard(self) -> None:
         """Show the shards, or casts of them, as the gathered parameters; what lies on the host FSDP copies."""
         if not self._all_gather_result:
             return
         every = self.fsdp_params
+        if self._shown is not None and all(one.is_there for one in self._shown):
+            self.fsdp_params = []
+            try:
+                super().wait_for_unshard()
+            finally:
+                self.fsdp_params = every
+            for one in self._shown:
+                for parameters, name in one.slots:
+                    parameters[name] = one.whole
+                one.param.sharded_state = ShardedState.UNSHARDED
+            return
         here = [p for p in every if _is_here(p)]
         self.fsdp_params = [p for p in every if not _is_here(p)]
         try:
@@ -39,6 +74,17 @@ class UnsplitGroup(FSDPParamGroup):
         _show([p for p in here if p.param_dtype is None])
         for p in here:
             p.to_unsharded()
+        self._shown = _shown_by(every) if len(here) == len(every) else None
+
+    def _to_sharded(self) -> None:
+        if self._shown is None or self.is_sharded:
+            super()._to_sharded()
+            return
+        for one in self._shown:
+            for parameters, name in one.slots:
+                parameters[name] = one.param.sharded_param
+            one.param.sharded_state = ShardedState.SHARDED
+        self._sharded_state = ShardedState.SHARDED
 
     def post_backward(self, *unused: Any) -> None:
         """Give each shard the gradient of the parameter it was shown as."""
@@ -121,6 +167,24 @@ def _show(params: list[FSDPParam]) -> None:
                 p._unsharded_param.data = whole
             else:
                 p._unsharded_param = nn.Parameter(whole, requires_grad=p.sharded_param.requires_grad)
+
+
+def _shown_by(params: list[FSDPParam]) -> list[_Shown] | None:
+    """Describe how these parameters are shown; None where one is a cast, or in a module that sets its own its way."""
+    shown = []
+    for p in params:
+        info = p._module_info
+        places = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+        slots = []
+        for module, name in places:
+            if type(module).__setattr__ is not nn.Module.__setattr__:
+                return None
+            slots.append((module._parameters, name))
+        if p.param_dtype is not None or p.all_gather_outputs or p._unsharded_inner_tensors:
+            return None
+        shard = p._sharded_param_data
+        shown.append(_Shown(p, shard, shard.data_ptr(), p._unsharded_param, slots))
+    return shown
 
 
 def _is_shown(p: FSDPParam) -> bool:
