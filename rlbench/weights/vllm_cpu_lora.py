@@ -14,6 +14,8 @@ from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 Rows: TypeAlias = Tensor | slice
+Factors: TypeAlias = tuple[int, int, Tensor, Tensor]
+"""Of a slice of a layer's output: first column, width, Aᵀ (in, rank) and Bᵀ (rank, width)."""
 
 
 def grouped(places: Tensor) -> list[tuple[int, Rows]]:
@@ -34,6 +36,7 @@ class AdapterProducts(PunicaWrapperCPU):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._groups: list[tuple[int, Rows]] = []
+        self._factors: dict[tuple[int, int], tuple[tuple[Tensor, ...], list[Factors]]] = {}
 
     def update_metadata(self, *args: Any, **options: Any) -> None:
         """Take in which token is of which adapter, for the step that follows."""
@@ -52,17 +55,29 @@ class AdapterProducts(PunicaWrapperCPU):
     ) -> None:
         """Add scale · x Aᵀ Bᵀ to each slice of y's columns. Where one adapter has all tokens, as in most steps, by two
         products each and nothing beside them: the small layers of small models are mostly overhead."""
-        whole = [place for place, rows in self._groups if isinstance(rows, slice)]
-        if self._groups and not whole:
+        if self._groups and not isinstance(self._groups[0][1], slice):
             super().add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **options)
             return
         columns, tokens = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]).float()
-        for place in whole:
-            slices = columns[:, : sum(output_slices)].split(output_slices, dim=1)
-            for own, a, b in zip(slices, lora_a_stacked, lora_b_stacked, strict=True):
-                down = tokens @ _matrix(a, place, tokens).T
-                up = _matrix(b, place, own)[: own.shape[1], : down.shape[1]]
-                own.addmm_(down.to(own.dtype), up.T, alpha=scale)
+        for place, _ in self._groups:
+            for start, width, down, up in self._factors_of(place, lora_a_stacked, lora_b_stacked, output_slices):
+                own = columns.narrow(1, start, width)
+                own.addmm_((tokens @ down.to(tokens.dtype)).to(own.dtype), up.to(own.dtype), alpha=scale)
+
+    def _factors_of(
+        self, place: int, downs: tuple[Tensor, ...], ups: tuple[Tensor, ...], widths: tuple[int, ...]
+    ) -> list[Factors]:
+        """Return Aᵀ and Bᵀ of each slice as views, which stay those of whatever adapter is put in the place."""
+        held = self._factors.get((id(downs), place))
+        if held is None or held[0] is not downs:
+            starts = [sum(widths[:i]) for i in range(len(widths))]
+            matrices = [(a[place].flatten(0, -2), b[place].flatten(0, -2)) for a, b in zip(downs, ups, strict=True)]
+            factors = [
+                (start, width, a.T, b[:width, : len(a)].T)
+                for start, width, (a, b) in zip(starts, widths, matrices, strict=True)
+            ]
+            held = self._factors[id(downs), place] = downs, factors
+        return held[1]
 
     def _shrink(self, y: Tensor, x: Tensor, stacked: Tensor, scale: float) -> None:
         """Set y (tokens, rank) to scale · x Aᵀ; `stacked`: (places, 1, rank, in)."""

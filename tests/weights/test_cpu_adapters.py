@@ -45,6 +45,23 @@ def test_each_token_gets_what_its_adapter_adds_and_none_where_it_has_none(places
     torch.testing.assert_close(y, base + by_hand(places, x, downs, ups, 0.5))
 
 
+def test_an_adapter_that_comes_into_a_place_is_computed_with_from_then_on() -> None:
+    torch.manual_seed(0)
+    x, base = torch.randn(TOKENS, IN), torch.zeros(TOKENS, sum(WIDTHS))
+    downs, ups = [torch.randn(2, 1, RANK, IN) for _ in WIDTHS], [torch.randn(2, 1, width, RANK) for width in WIDTHS]
+    found, given = products([1] * TOKENS), (tuple(downs), tuple(ups))
+    for _ in range(2):
+        y = base.clone()
+        found.add_lora_linear(y, x, *given, 1.0, WIDTHS)
+        torch.testing.assert_close(y, by_hand([1] * TOKENS, x, downs, ups, 1.0))
+        for held in (*downs, *ups):
+            held[1].normal_()  # as vLLM puts one in: into the buffers that are there
+    other = tuple(torch.randn_like(down) for down in downs), tuple(torch.randn_like(up) for up in ups)
+    y = base.clone()
+    found.add_lora_linear(y, x, *other, 1.0, WIDTHS)
+    torch.testing.assert_close(y, by_hand([1] * TOKENS, x, *map(list, other), 1.0))
+
+
 def test_in_half_precision_products_are_those_of_the_outputs_precision() -> None:
     torch.manual_seed(0)
     places = [0, 1, -1, 1, 0, 0, 1]

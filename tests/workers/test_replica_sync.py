@@ -433,3 +433,23 @@ def test_weights_that_were_not_proven_are_followed_by_some_that_vllms_own_loader
         replica.commit_version(version)
         assert gap(replica, model) <= 1e-4
     assert len(by_loader) >= 2
+
+
+def test_a_short_proof_of_an_adapter_leaves_the_other_cores_to_the_ranks(
+    replica: VllmReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlbench.workers.replica import vllm, vllm_requests, vllm_setup
+
+    counts: list[int] = []
+    monkeypatch.setattr(vllm_requests, "score", lambda *_: counts.append(torch.get_num_threads()))
+    usual, ids = replica._threads, [[1, 2, 3]]
+    vllm_setup.use_threads(3)
+    monkeypatch.setattr(replica, "_threads", 3)
+    for pending, adapter, limit in ((True, 1, 1 << 31), (True, 0, 1 << 31), (False, 1, 1 << 31), (True, 1, 0)):
+        monkeypatch.setattr(replica.state, "pending", pending)
+        monkeypatch.setattr(replica, "adapter", adapter)
+        monkeypatch.setattr(vllm, "SMALL_PROOF", limit)
+        replica.prompt_logprobs(ids)
+        assert torch.get_num_threads() == 3
+    vllm_setup.use_threads(usual)
+    assert counts == [1, 3, 3, 3]

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from rlbench.workers.replica.vllm_requests import EngineRequests
     from rlbench.workers.replica.weights import WeightReceiver
 
+SMALL_PROOF = 1 << 31
+"""Bytes of weights times tokens of a proof up to which one thread leaves the other cores to the ranks: see
+`policy_step.SMALL_WORK`."""
+
 
 class VllmReplica:
     """A copy of the model that generates. Log-probs of sampled tokens are those of the distribution they were drawn
@@ -80,7 +84,7 @@ class VllmReplica:
 
         from rlbench.workers.replica.weights import WeightReceiver
 
-        threads = vllm_setup.thread_count(self.config)  # vLLM binds this process to cores
+        self._threads = vllm_setup.thread_count(self.config)  # vLLM binds this process to cores
         self._on_cpu = current_platform.is_cpu()
         self._engine = vllm_setup.start_engine(self.config)
         self._tokenizer = self._engine.renderer.tokenizer
@@ -101,7 +105,7 @@ class VllmReplica:
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_cache_bytes": sum(nbytes for _, nbytes in self._workers[0]["kv_ranges"]),
             "device": current_platform.device_type,
-            "threads": threads,
+            "threads": self._threads,
             "adapters": self.config.adapters,
             "delta": self.config.delta,
             **told_of(self._tokenizer),
@@ -187,8 +191,15 @@ class VllmReplica:
         for index, ids in enumerate(token_ids):
             check_token_ids(ids, f"sequence {index}", limit, limit, vocabulary)
         given = PromptMedia(self.built, media, token_ids, limit, "sequence")
-        with self.requests(adapter) as requests:
+        threads = 1 if self._on_cpu and self._is_short_proof(token_ids) else self._threads
+        with self.requests(adapter) as requests, vllm_setup.threads_for_now(threads, self._threads):
             return vllm_requests.score(requests, token_ids, limit, given)
+
+    def _is_short_proof(self, token_ids: list[list[int]]) -> bool:
+        """Whether this is little work, and proves an adapter that came alone: so fast that the ranks, on this host or
+        another, still compute what it is proved by."""
+        weights = sum(int(worker["weights"]) for worker in self._workers)
+        return self.state.pending and self.adapter > 0 and weights * sum(map(len, token_ids)) <= SMALL_PROOF
 
     @alone
     def fill_kv(self, length: int, seconds: float) -> Filled:
@@ -314,6 +325,7 @@ class VllmReplica:
         self._endpoint.make_way(0 if manifest.adapter is None else manifest.adapter.number)
         if manifest.channel is not None:
             self._receiver.meet(manifest.channel)
+        resized = manifest.adapter is None or self.state.weights != "cuda"  # the room for adapters is always there
         if manifest.adapter is not None and self.state.weights != "cuda":
             self._load_checkpoint()  # of which an adapter is a part alone
         if self.state.pending or self.state.weights == "torn":
@@ -331,7 +343,8 @@ class VllmReplica:
         # from here on the tokens of clients that go on are of these weights, the proof's steps included
         self.built.set_weight_version(str(manifest.version))
         self.reset_caches()
-        self._measure()
+        if resized:
+            self._measure()
         return time.perf_counter() - begin
 
     def sync_facts(self) -> Facts:

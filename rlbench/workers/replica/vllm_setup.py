@@ -8,7 +8,8 @@ import os
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,7 +68,7 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlbench.weights.vllm_names import named_locks, unname_shared_memory
-    from rlbench.weights.vllm_sampling import allocate_by_blocks, record_sampled_alone
+    from rlbench.weights.vllm_sampling import allocate_by_blocks, forget_what_is_known, record_sampled_alone
 
     check_routing(config)
     use_threads(thread_count(config))
@@ -76,6 +77,7 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     register_models(config.models)
     record_sampled_alone()
     allocate_by_blocks()
+    forget_what_is_known()
     current().report(phase="building vLLM: weights, KV cache")
     others = named_locks()
     try:
@@ -95,6 +97,19 @@ def use_threads(count: int) -> None:
     import torch
 
     torch._C.set_num_threads(count)  # vLLM replaces torch.set_num_threads by a function that only warns
+
+
+@contextmanager
+def threads_for_now(count: int, usual: int) -> Iterator[None]:
+    """Let the calling thread compute with `count` OpenMP threads, and then with the `usual` number again."""
+    if count == usual:
+        yield
+        return
+    use_threads(count)
+    try:
+        yield
+    finally:
+        use_threads(usual)
 
 
 def inspect_models_here() -> None:
