@@ -219,9 +219,9 @@ def test_gradients_that_a_cell_cleared_do_not_weigh_in_the_next_step(qwen: str, 
         assert_gradients(engine, model)
 
 
-def test_a_forward_of_little_work_takes_the_threads_that_are_asked_for(trained: SameRanks) -> None:
+def test_a_forward_of_little_work_takes_the_threads_that_are_asked_for_and_another_half(trained: SameRanks) -> None:
     def watch() -> None:
-        torch.set_num_threads(3)
+        torch.set_num_threads(7)
         counts: list[int] = []
         seen = module.register_forward_pre_hook(lambda *_: counts.append(torch.get_num_threads()))  # type: ignore[name-defined]
         module.__dict__["watched"] = counts, seen  # type: ignore[name-defined]
@@ -246,7 +246,7 @@ def test_a_forward_of_little_work_takes_the_threads_that_are_asked_for(trained: 
         usual = engine.run(allow, 0)[0]
         engine.call("policy_forward", batch(), {"packing": False, "head": "plain", "threads": 2})
         engine.run(allow, usual)
-        assert engine.run(leave) == [([2, 3, 3], 3)]
+        assert engine.run(leave) == [([2, 7, 3], 7)]
 
 
 # -- what ends early -----------------------------------------------------------------------------------------

@@ -83,6 +83,21 @@ def test_a_short_call_is_counted_when_somebody_asks(rank):
         assert owners(residency)["gradients"] == 16 * MIB
 
 
+def test_what_a_short_call_left_is_counted_in_a_pass_and_is_none_of_its_activations(rank):
+    module, _, residency = rank
+    residency.measure()
+    module.weight.grad = torch.ones(2048, 2048)
+    residency.measure_after(0.0)
+    with residency.passing(settled=False):
+        assert owners(residency)["gradients"] == 0, "the pass did not wait for the count"
+        before = owners(residency)["activations"]
+        residency.settle()
+        assert owners(residency)["gradients"] == 16 * MIB
+        assert owners(residency)["activations"] <= before + MIB
+        held = torch.ones(8 << 20)
+        assert owners(residency)["activations"] == pytest.approx(before + held.nbytes, abs=4 * MIB)
+
+
 def test_models_beside_the_policy_are_counted_and_not_what_offloading_frees():
     policy, critic = nn.Linear(1024, 1024, bias=False), nn.Linear(2048, 1024, bias=False)
     steps = torch.optim.AdamW(critic.parameters())

@@ -51,7 +51,8 @@ class PolicyOptions:
     whole_step: bool = False
     """The optimizer's step follows at once; where its driver went away instead, the next pass drops the gradients."""
     threads: int | None = None
-    """Of a host, that compute a forward of little work; None: all of the rank's, as they do one of more."""
+    """Of a host, that compute a forward of little work, as others compute meanwhile; one of more takes half of the
+    rank's. None: all of them."""
     share_prompts: bool = False
     """A prompt that several rows of a micro-batch begin with is computed once; its rows go together."""
     aux_loss_coef: float = 0.0

@@ -232,9 +232,10 @@ class PolicyStep:
 
     @contextmanager
     def _threads(self, batch: TrainBatch, options: PolicyOptions) -> Iterator[None]:
-        """Let torch compute a forward of little work with the threads that are asked for."""
+        """Let torch compute a forward of little work with the threads that are asked for, another with half of all."""
         before, is_small = torch.get_num_threads(), int(batch.lengths.sum()) * self._size <= SMALL_WORK
-        torch.set_num_threads((options.threads if is_small else None) or before)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads if is_small else max(options.threads, before // 2))
         try:
             yield
         finally:

@@ -32,7 +32,7 @@ class Policy:
     def policy_forward(self, batch: TrainBatch, options: PolicyOptions | Mapping[str, Any]) -> dict[str, Any]:
         """Log-probs and entropies without gradient, of this rank's rows; see `PolicyStep.forward`."""
         self._residency.need("weights")
-        with self._residency.passing():
+        with self._residency.passing(settled=False):
             return self._policy.forward(batch, PolicyOptions.of(options))
 
     def policy_forward_backward(

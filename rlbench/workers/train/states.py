@@ -147,12 +147,14 @@ class Residency:
 
     def measure(self) -> None:
         """Count the bytes of every tensor on the device, by owner: after what may have changed them."""
-        begin = time.monotonic()
+        begin, before, late = time.monotonic(), sum(self._held.values()), self._due
         self._due = False
         (models, others), own = self._beside(), self._optimizers()
         self._own = self._held = self._bytes_of([self._module], own)
         if models or others:
             self._held = self._bytes_of([self._module, *models], [*own, *others])
+        if late and self._resting is not None:  # what had changed before the pass is none of its activations
+            self._resting += before - sum(self._held.values())
         self._measured = time.monotonic()
         self._count_s = self._measured - begin
 
@@ -179,9 +181,11 @@ class Residency:
             self.measure()
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Count as activations what the process grows while a batch is computed: a host has no allocator to ask."""
-        self.settle()
+    def passing(self, settled: bool = True) -> Iterator[None]:
+        """Count as activations what the process grows while a batch is computed: a host has no allocator to ask. What
+        the last call left to be counted is counted first, unless not `settled`: a pass that holds nothing new."""
+        if settled:
+            self.settle()
         self._resting = self._device.allocated()["rss"] - sum(self._held.values())
         try:
             yield
