@@ -306,7 +306,7 @@ class Monitor:
         self._running.marks.note(event, before)
         for placement in holdings.placements(before) - holdings.placements(after):
             holdings.remove_placement(placement)
-        if event["do"] == "engine":
+        if holdings.pids(before) != holdings.pids(after):
             self._describe_on_disk()  # a person may have to end these processes without us
 
     def _actors(self, engine: str | None = None) -> list[Any]:

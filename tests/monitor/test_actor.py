@@ -236,6 +236,26 @@ def test_a_closed_session_stays_closed_whatever_its_monitor_still_sees(cluster, 
     assert not registry.session_file("closed").exists() and not registry.journal_file("closed").exists()
 
 
+def test_the_sessions_file_is_written_where_processes_change(cluster, monkeypatch):
+    from rlbench.monitor import actor
+
+    monkeypatch.setattr(actor, "_end", lambda name: None)
+    monitor, file = actor.Monitor("described", cluster.id, "rlb-described:"), registry.session_file("described")
+
+    def changes(fields):
+        before = file.stat().st_ino
+        monitor.apply(0, {"do": "engine", "name": "echo", "fields": fields})
+        return file.stat().st_ino != before
+
+    worker = {"actors": ["rlbench/described/echo/0"], "pids": {"rlbench/described/echo/0": os.getpid()}}
+    assert changes(worker) and not changes({"state": {"version": 3}}) and not changes(worker)
+    assert registry.read_json(file)["workers"] == {
+        "rlbench/described/echo/0": [os.getpid(), processes.start_time(os.getpid())]
+    }
+    assert changes(None) and registry.read_json(file)["workers"] == {}
+    assert monitor.close()
+
+
 SCRIPT = """
 import os, sys
 import rlbench as rb
