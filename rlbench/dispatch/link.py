@@ -127,7 +127,11 @@ class Link:
 
     def state(self, *keys: str) -> dict[str, Any]:
         """Return the session's state, or the parts of it that are named, from its owner."""
-        return dict(self._ask("state", *keys))
+        return self.asking(*keys)()
+
+    def asking(self, *keys: str) -> Callable[[], dict[str, Any]]:
+        """Ask for what `state` returns; the function that is returned waits for it."""
+        return self._asked("state", *keys)
 
     def apply(self, *events: dict[str, Any]) -> None:
         """Change the session's state; each event counts once, also where a monitor that restarts is asked again."""

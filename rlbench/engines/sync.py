@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlbench.data.batches.batch import as_batch
@@ -12,7 +14,7 @@ from rlbench.dispatch import views
 from rlbench.dispatch.chain import Chain, Steps
 from rlbench.dispatch.link import shm_prefix
 from rlbench.dispatch.pending import Pending
-from rlbench.errors import BuildError, EngineError, StateError, WeightSyncError
+from rlbench.errors import BuildError, EngineError, StateError, Stopped, WeightSyncError
 from rlbench.weights.crossing import per_replica, send_while_applying
 from rlbench.weights.manifest import Handover, Manifest, merged
 from rlbench.weights.probe import PROBE_OPTIONS, Probe
@@ -33,19 +35,34 @@ if TYPE_CHECKING:
     from rlbench.engines.train import TrainEngine
 
 
+SOME = 1
+"""Number of an adapter that is staged before its own is known."""
+Target = Callable[[], tuple[int | None, int]]
+"""Says, perhaps only once it is known, what the weights are to be in the replicas: their version (None: one more than
+what is there now), and the number of the adapter, where one is sent alone."""
+
+
+def fixed(version: int | None = None, adapter: int = SOME) -> Target:
+    """Return a target that is known."""
+    return lambda: (version, adapter)
+
+
 def sync_weights(
     train: TrainEngine,
     infer: InferenceEngine,
-    version: int | None = None,
+    target: Target | None = None,
     transport: str | None = None,
-    adapter: int = 1,
 ) -> Chain:
-    """Start a sync, whose result is a `Synced`; `version`: what the replicas then hold, None: one more than now;
-    `adapter`: number in the replicas of the one that is sent, where it is sent alone."""
+    """Start a sync, whose result is a `Synced`."""
 
     def steps() -> Steps:
-        source = EngineSource(train, infer, version, adapter)
-        done = yield from sync_steps(source, infer, transport)
+        source = EngineSource(train, infer, target or fixed())
+        source.go_ahead(transport)
+        try:
+            done = yield from sync_steps(source, infer, transport)
+        except (Exception, Stopped):
+            yield from source.withdraw()
+            raise
         if source.view is not None:
             source.view.close(done)
         return done
@@ -65,7 +82,7 @@ def agreement_steps(train: TrainEngine, infer: InferenceEngine) -> Steps:
         layouts = yield train.call_all("weight_layout", what="comparing names")
         yield infer.call_all("check_weights", layouts[0], what="comparing names")
         if train.info.get("quantised"):  # the replicas have the weights as they were before: they get the trainer's
-            yield sync_weights(train, infer, 0)
+            yield sync_weights(train, infer, fixed(0))
             return
         expected = yield from probe_steps(train, probe, "comparing log-probs")
         got = yield from replica_logprobs(infer, probe, "comparing log-probs")
@@ -102,33 +119,94 @@ class Uncut:
         """Do nothing."""
 
 
+@dataclass(frozen=True)
+class Way:
+    """The way that weights took from ranks to an engine in the last sync that staged them."""
+
+    choice: Choice
+    ranks: list[Facts]
+    actors: list[Any]
+
+    def is_open(self, train: TrainEngine, transport: str | None) -> bool:
+        """Whether the same ranks can begin to send by it, where `transport` is asked for."""
+        return self.actors == train.workers and transport in (None, self.choice.transport)
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """What was begun before the replicas had answered."""
+
+    way: Way
+    staging: Pending
+    proving: Uncut
+
+
 class EngineSource:
     """Training ranks as their kernel calls them: a `WeightSource`."""
 
     apart = True
 
-    def __init__(self, train: TrainEngine, infer: InferenceEngine, version: int | None, adapter: int = 1) -> None:
-        self._train, self._infer, self._version = train, infer, version
-        self.dtype, self.adapter = str(train.info["dtype"]), adapter if train.info.get("adapted") else 0
+    def __init__(self, train: TrainEngine, infer: InferenceEngine, target: Target) -> None:
+        self._train, self._infer, self._target = train, infer, functools.cache(target)
+        self.dtype, self._adapted = str(train.info["dtype"]), bool(train.info.get("adapted"))
         self.view = views.make("sync")
+        self._ranks: list[Facts] = []
+        self._ahead: _Ahead | None = None
+
+    @property
+    def adapter(self) -> int:
+        return self._target()[1] if self._adapted else 0
+
+    def go_ahead(self, transport: str | None) -> None:
+        """Begin to stage an adapter that is sent alone, and the pass that it is proved by, before the replicas are
+        asked: neither depends on what they hold, and most often the transport is that of the last sync."""
+        way = self._train.ways.get(self._infer.name)
+        alone = self._adapted and self._infer.info.get("adapters")
+        if alone and way is not None and way.is_open(self._train, transport):
+            self._ahead = _Ahead(way, self._staging(way.choice, SOME, None), self._proving())
+
+    def withdraw(self) -> Steps:
+        """See to the end of what was begun ahead: a rank that failed in it is waited for by its peers until then."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.staging.stop()
+            for call in (ahead.staging, ahead.proving):
+                with contextlib.suppress(Exception, Stopped):  # of which nobody asks for the result any more
+                    yield call
+            yield from self.release(ahead.way.choice)
 
     def facts(self) -> list[Facts]:
+        if self._ahead is not None:  # which raises where the weights are not here
+            return self._ahead.way.ranks
         with living():
             states, facts = self._train.controls("status", "sync_facts")
         need_weights(self._train.name, states[0])
-        return list(facts)
+        self._ranks = list(facts)
+        return self._ranks
 
     def logprobs(self, probe: Probe) -> Steps:
-        return (yield Uncut(logprobs_call(self._train, probe, "weight sync: proof")))
+        return (yield self._proving() if self._ahead is None else self._ahead.proving)
 
     def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps:
+        if self._ahead is not None and self._ahead.way.choice == choice:
+            manifest = yield self._ahead.staging
+            return replace(manifest, adapter=replace(manifest.adapter, number=adapter))
+        yield from self.withdraw()
+        self._train.ways[self._infer.name] = Way(choice, self._ranks, list(self._train.workers))
+        return (yield self._staging(choice, adapter, handover))
+
+    def _proving(self) -> Uncut:
+        return Uncut(logprobs_call(self._train, Probe.of(self._infer.info), "weight sync: proof"))
+
+    def _staging(self, choice: Choice, adapter: int, handover: Handover | None) -> Pending:
         prefix = f"{shm_prefix(self._train.link.name)}{self._train.name}"
         options: dict[str, Any] = {"transport": choice.transport, "prefix": prefix, "ranks": choice.senders}
         options |= {"adapter": adapter, "handover": handover}
         what = "weight sync: staging"
-        return (yield self._train.call_all("stage_weights", options, finish=merged, what=what, observer=self.view))
+        return self._train.call_all("stage_weights", options, finish=merged, what=what, observer=self.view)
 
     def announce(self, sender: int, options: dict[str, Any]) -> Steps:
+        yield from self.withdraw()
         return (yield self._train.call_all("announce_weights", options, what="weight sync: announcing"))[sender]
 
     def broadcast(self, manifest: Manifest, workers: list[int]) -> Steps:
@@ -139,11 +217,12 @@ class EngineSource:
             yield self._train.call_all("release_weights", what="weight sync")
 
     def new_version(self, held: Sequence[int]) -> int:
-        return max(held) + 1 if self._version is None else self._version
+        version = self._target()[0]
+        return max(held) + 1 if version is None else version
 
     def events(self, version: int, manifest: Manifest) -> list[dict[str, Any]]:
         # these files outlive the ranks: what a rebuilt trainer may go on from, unless its adapters are merged in them
-        if manifest.transport != "shm" or self.adapter:
+        if manifest.transport != "shm" or self._adapted:
             return []
         return [engine_event(self._train.name, self._train.staged_fields(version, manifest.whole()))]
 

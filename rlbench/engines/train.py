@@ -22,7 +22,7 @@ from rlbench.engines.inference import InferenceEngine
 from rlbench.engines.parallel import Arguments, estimated_bytes, split_call
 from rlbench.engines.paths import new_folder
 from rlbench.engines.placement import Device, addresses, thread_environment
-from rlbench.engines.sync import copy_weights, sync_weights
+from rlbench.engines.sync import Way, copy_weights, sync_weights
 from rlbench.errors import BuildError, EngineError, MethodError, nearest
 from rlbench.results import ExportedModel
 from rlbench.runtime import cluster
@@ -67,6 +67,7 @@ class TrainEngine(Engine):
         self._module = module
         self._methods: dict[str, Any] = {}
         self._staged: Manifest | None = None
+        self.ways: dict[str, Way] = {}  # by the inference engine's name
         self._executor = asked or EXECUTORS[0]
         if hasattr(module, "named_parameters"):
             from rlbench.nn import check_module

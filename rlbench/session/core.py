@@ -191,9 +191,14 @@ class SessionCore:
 
     def synced(self, version: int | None = None, transport: str | None = None) -> Chain:
         """Start a sync of the policy, as `version` (None: its own), into the place its branch has in the replicas."""
-        state = self.link.state("branch", "version", "adapters")
-        version = int(state["version"]) if version is None else version
-        return sync_weights(self.train, self.inference, version, transport, state["adapters"].get(state["branch"], 1))
+        asked = self.link.asking("branch", "version", "adapters")
+
+        def target() -> tuple[int, int]:
+            state = asked()
+            number = state["adapters"].get(state["branch"], 1)
+            return int(state["version"]) if version is None else version, number
+
+        return sync_weights(self.train, self.inference, target, transport)
 
     def engine(self, name: str) -> Engine:
         """Return the engine a user calls `name` ("train" is the actor); StateError where there is none."""

@@ -50,8 +50,9 @@ class WeightSource(Protocol):
 
     dtype: str
     apart: bool  # its log-probs are computed by other processes than the one that takes these steps
-    adapter: int  # of a policy of adapters, its number in replicas that hold such, which get it alone; else 0
 
+    @property
+    def adapter(self) -> int: ...  # of a policy of adapters, its number in replicas that hold such; else 0
     def facts(self) -> list[Facts]: ...
     def logprobs(self, probe: Probe) -> Steps: ...  # of each sequence
     def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps: ...  # a `Manifest` of what is there now

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from rlbench.engines.sync import sync_weights
+from rlbench.engines.sync import fixed, sync_weights
 from rlbench.errors import StateError, WeightSyncError
 from rlbench.weights.manifest import Manifest
 from rlbench.weights.probe import probe_tokens
@@ -60,9 +60,10 @@ class Answering(Engine):
 
     def __init__(self, name, told, values):
         super().__init__(name)
-        self.link, self._told, self._values = Link(told), told, values
+        self.link, self._told, self._values, self.asked = Link(told), told, values, {}
 
     def call_all(self, verb, *args, **options):
+        self.asked[verb] = args
         return Call(verb, self._told, self._values.get(verb))
 
     def call_logprobs(self, *args):
@@ -87,7 +88,7 @@ def sync(told, monkeypatch):
         infer = Answering("inference", told, answers)
         infer._status["kv_cache"] = kv_cache
         answers["begin_sync"] = [tuple(one for (one,) in infer.controls("status", "sync_facts"))]
-        return sync_weights(train, infer, version=7)
+        return sync_weights(train, infer, fixed(7))
 
     return start
 

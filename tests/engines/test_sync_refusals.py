@@ -20,6 +20,7 @@ class Engine:
         self.name, self.info = name, {"dtype": dtype, "vocab_size": 10}
         self._status = {"weights": weights, "torn": None, "kv_cache": "cuda", "version": 3, "holds": ""}
         self._facts = Facts("here", "127.0.0.1", **facts)
+        self.workers, self.ways = [object()], {}
 
     def status(self):
         return self._status

@@ -24,7 +24,7 @@ from typing import Any
 
 from rlbench.checkpoint import folder as folders
 from rlbench.dispatch.chain import ChainStep, Steps
-from rlbench.engines.sync import sync_weights
+from rlbench.engines.sync import fixed, sync_weights
 from rlbench.errors import CheckpointError, SessionError, StateError
 from rlbench.results import Parked
 from rlbench.runtime import registry
@@ -299,7 +299,7 @@ def _adapters_back(core: SessionCore, there: Mapping[str, Mapping[str, Any]]) ->
         end = there.get(left["branches"].get(branch, ""))
         if end is not None and branch != left["branch"]:
             yield core.ask_ranks("read_snapshot", end["folder"], end["setup"], what="attach")
-            yield sync_weights(core.train, core.inference, int(end["version"]), None, number)
+            yield sync_weights(core.train, core.inference, fixed(int(end["version"]), number))
 
 
 def _trainer_back(core: SessionCore, folder: Path, made: Mapping[str, Any]) -> Steps:
