@@ -15,6 +15,10 @@ def test_the_transport_is_passed_through(monkeypatch: pytest.MonkeyPatch, transp
     session: Any = object.__new__(core.SessionCore)
     session.engines = {"actor": "trainer", "inference": "replicas"}
     session.options = SimpleNamespace(kind="policy")
-    session.link = SimpleNamespace(state=lambda *keys: {"branch": "main", "version": 3, "adapters": {}})
+    state = {"branch": "idea", "version": 3, "adapters": {"main": 1, "idea": 2}}
+    session.link = SimpleNamespace(asking=lambda *keys: lambda: {key: state[key] for key in keys})
     verbs.sync_weights(session, **({} if transport is None else {"transport": transport}))
-    assert calls == [("trainer", "replicas", 3, transport, 1)]
+    ((train, infer, target, asked),) = calls
+    assert (train, infer, target(), asked) == ("trainer", "replicas", (3, 2), transport)
+    session.synced(7)
+    assert calls[1][2]() == (7, 2), "of the version that was asked for"
