@@ -22,13 +22,13 @@ from rlbench.strategies.internals import fsdp_groups
 
 @dataclass(slots=True)
 class _Shown:
-    """A parameter that is shown as the shard itself, and the modules' dictionaries in which it is put to be shown."""
+    """A parameter that is shown as the shard itself, and the modules that have it, with its name there."""
 
     param: FSDPParam
     shard: Tensor
     pointer: int
     whole: nn.Parameter
-    slots: list[tuple[dict[str, Any], str]]
+    modules: list[tuple[nn.Module, str]]
 
     @property
     def is_there(self) -> bool:
@@ -60,8 +60,8 @@ class UnsplitGroup(FSDPParamGroup):
             finally:
                 self.fsdp_params = every
             for one in self._shown:
-                for parameters, name in one.slots:
-                    parameters[name] = one.whole
+                for module, name in one.modules:
+                    module._parameters[name] = one.whole
                 one.param.sharded_state = ShardedState.UNSHARDED
             return
         here = [p for p in every if _is_here(p)]
@@ -81,8 +81,8 @@ class UnsplitGroup(FSDPParamGroup):
             super()._to_sharded()
             return
         for one in self._shown:
-            for parameters, name in one.slots:
-                parameters[name] = one.param.sharded_param
+            for module, name in one.modules:
+                module._parameters[name] = one.param.sharded_param
             one.param.sharded_state = ShardedState.SHARDED
         self._sharded_state = ShardedState.SHARDED
 
@@ -174,16 +174,14 @@ def _shown_by(params: list[FSDPParam]) -> list[_Shown] | None:
     shown = []
     for p in params:
         info = p._module_info
-        places = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-        slots = []
-        for module, name in places:
-            if type(module).__setattr__ is not nn.Module.__setattr__:
-                return None
-            slots.append((module._parameters, name))
+        names = [info.param_name, *info.shared_param_names]
+        modules = list(zip([info.module, *info.shared_modules], names, strict=True))
+        if any(type(module).__setattr__ is not nn.Module.__setattr__ for module, _ in modules):
+            return None
         if p.param_dtype is not None or p.all_gather_outputs or p._unsharded_inner_tensors:
             return None
         shard = p._sharded_param_data
-        shown.append(_Shown(p, shard, shard.data_ptr(), p._unsharded_param, slots))
+        shown.append(_Shown(p, shard, shard.data_ptr(), p._unsharded_param, modules))
     return shown
 
 
