@@ -63,6 +63,7 @@ def sync_weights(
         except (Exception, Stopped):
             yield from source.withdraw()
             raise
+        source.open_way()
         if source.view is not None:
             source.view.close(done)
         return done
@@ -121,7 +122,8 @@ class Uncut:
 
 @dataclass(frozen=True)
 class Way:
-    """The way that weights took from ranks to an engine in the last sync that staged them."""
+    """The way that weights took from ranks to an engine in the last sync that staged them, and is over: replicas read
+    what is staged until then."""
 
     choice: Choice
     ranks: list[Facts]
@@ -151,6 +153,7 @@ class EngineSource:
         self.dtype, self._adapted = str(train.info["dtype"]), bool(train.info.get("adapted"))
         self.view = views.make("sync")
         self._ranks: list[Facts] = []
+        self._way: Way | None = None
         self._ahead: _Ahead | None = None
 
     @property
@@ -160,10 +163,15 @@ class EngineSource:
     def go_ahead(self, transport: str | None) -> None:
         """Begin to stage an adapter that is sent alone, and the pass that it is proved by, before the replicas are
         asked: neither depends on what they hold, and most often the transport is that of the last sync."""
-        way = self._train.ways.get(self._infer.name)
+        way = self._train.ways.pop(self._infer.name, None)
         alone = self._adapted and self._infer.info.get("adapters")
         if alone and way is not None and way.is_open(self._train, transport):
             self._ahead = _Ahead(way, self._staging(way.choice, SOME, None), self._proving())
+
+    def open_way(self) -> None:
+        """Let the next sync go ahead as this one went, which is proven."""
+        if self._way is not None:
+            self._train.ways[self._infer.name] = self._way
 
     def withdraw(self) -> Steps:
         """See to the end of what was begun ahead: a rank that failed in it is waited for by its peers until then."""
@@ -176,8 +184,9 @@ class EngineSource:
             yield from self.release(ahead.way.choice)
 
     def facts(self) -> list[Facts]:
-        if self._ahead is not None:  # which raises where the weights are not here
-            return self._ahead.way.ranks
+        if self._ahead is not None:  # whose staging raises where the weights are not here
+            self._ranks = self._ahead.way.ranks
+            return self._ranks
         with living():
             states, facts = self._train.controls("status", "sync_facts")
         need_weights(self._train.name, states[0])
@@ -189,10 +198,10 @@ class EngineSource:
 
     def stage(self, choice: Choice, adapter: int, handover: Handover) -> Steps:
         if self._ahead is not None and self._ahead.way.choice == choice:
-            manifest = yield self._ahead.staging
+            self._way, manifest = self._ahead.way, (yield self._ahead.staging)
             return replace(manifest, adapter=replace(manifest.adapter, number=adapter))
         yield from self.withdraw()
-        self._train.ways[self._infer.name] = Way(choice, self._ranks, list(self._train.workers))
+        self._way = Way(choice, self._ranks, list(self._train.workers))
         return (yield self._staging(choice, adapter, handover))
 
     def _proving(self) -> Uncut:

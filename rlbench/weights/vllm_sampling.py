@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.logprobs import FlatLogprobs
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -22,7 +21,6 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 SEEDS = 2**31  # vLLM's kernel for a host takes a seed below this for each sample
 _update = LogprobsProcessor._update_sample_logprobs
 _allocate = KVCacheManager.allocate_slots
-_forget = BlockPool.reset_prefix_cache
 
 
 def draw_by_seeds(sampler: TopKTopPSampler) -> None:
@@ -76,23 +74,6 @@ def _record(self: Any, logprobs: LogprobsLists) -> None:
 def allocate_by_blocks() -> None:
     """Have vLLM's scheduler in this process look for room in the KV cache only where a sample's last block is full."""
     KVCacheManager.allocate_slots = _allocate_where_full
-
-
-def forget_what_is_known() -> None:
-    """Have vLLM's scheduler in this process go through the blocks that are known by their tokens alone, where it
-    forgets all prefixes, as after each weight sync; a cache has thousands that are not."""
-    BlockPool.reset_prefix_cache = _forget_known
-
-
-def _forget_known(self: Any) -> bool:
-    """Forget prefixes as vLLM does."""
-    every = self.blocks
-    if not self._reuse_watchers:  # who looks blocks up by their numbers
-        self.blocks = [b for b in every if b._block_hash is not None or b._block_hash_num_tokens is not None]
-    try:
-        return _forget(self)
-    finally:
-        self.blocks = every
 
 
 def _allocate_where_full(

@@ -80,6 +80,24 @@ def test_replicas_that_have_moved_get_what_is_staged_anew(pair, told):
     again = len(told) - told[::-1].index(f"{STAGE} begins")
     assert told.index(f"{FORWARD} is waited for") < again, "what was begun is over first"
     assert pair.train.ways["inference"].choice == Choice("shm")
+    told.clear()
+    assert not begins_with_the_replicas(pair, told), "the new way is known, and where the ranks are"
+
+
+def test_a_sync_waits_for_the_answer_while_another_is_not_over_or_has_failed(pair, told):
+    def applying():
+        assert begins_with_the_replicas(pair, told), "replicas still read what is staged"
+        return [0.1]
+
+    pair.values[APPLY] = lambda: (pair.values.update({APPLY: [0.1]}), told.clear(), applying())[2]
+    pair.sync()
+    told.clear()
+    pair.values[PROOF] = StateError("torn")
+    with pytest.raises(StateError, match="torn"):
+        pair.sync()
+    pair.values[PROOF] = [LOGPROBS]
+    told.clear()
+    assert begins_with_the_replicas(pair, told)
 
 
 def test_what_was_begun_is_seen_to_its_end_where_the_replicas_refuse(pair, told):

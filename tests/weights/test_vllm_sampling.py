@@ -136,26 +136,3 @@ def _blocks_of_samples(caching: bool) -> list[Any]:
                 cache.free(request)
                 requests.remove(request)
     return steps
-
-
-def test_all_prefixes_are_forgotten_unless_blocks_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-    from rlbench.weights import vllm_sampling
-
-    visits: list[KVCacheBlock] = []
-    reset = KVCacheBlock.reset_hash
-    monkeypatch.setattr(KVCacheBlock, "reset_hash", lambda block: (visits.append(block), reset(block))[1])
-    for forget, visited in ((vllm_sampling._forget, 8), (vllm_sampling._forget_known, 3)):
-        pool = BlockPool(8, True, 4)
-        every, known = list(pool.blocks), pool.get_new_blocks(3)
-        for number, block in enumerate(known):
-            block.set_block_hash(number.to_bytes(4, "big"), 4)
-            pool.cached_block_hash_to_block.insert(block.block_hash, block)
-        assert not forget(pool) and pool.blocks == every and known[0].block_hash is not None
-        pool.free_blocks(known)
-        visits.clear()
-        assert forget(pool)
-        assert pool.blocks == every and len(pool.cached_block_hash_to_block) == 0 and len(visits) == visited
-        assert all(block.block_hash is None and block.block_hash_num_tokens is None for block in pool.blocks)

@@ -68,7 +68,7 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rlbench.weights.vllm_names import named_locks, unname_shared_memory
-    from rlbench.weights.vllm_sampling import allocate_by_blocks, forget_what_is_known, record_sampled_alone
+    from rlbench.weights.vllm_sampling import allocate_by_blocks, record_sampled_alone
 
     check_routing(config)
     use_threads(thread_count(config))
@@ -77,7 +77,6 @@ def start_engine(config: ReplicaConfig) -> LLMEngine:
     register_models(config.models)
     record_sampled_alone()
     allocate_by_blocks()
-    forget_what_is_known()
     current().report(phase="building vLLM: weights, KV cache")
     others = named_locks()
     try:
