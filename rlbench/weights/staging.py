@@ -104,22 +104,27 @@ def file_bytes(nbytes: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
 
 
 class ShmReader:
-    """The receiver's side: maps each file once and hands out views of it."""
+    """The receiver's side: maps each file once and hands out views of it, the same for the same tensors."""
 
     def __init__(self) -> None:
         self._mappings: dict[str, _Mapping] = {}
+        self._views: dict[str, tuple[_Mapping, tuple[TensorEntry, ...], list[tuple[str, torch.Tensor]]]] = {}
 
     def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of one bucket: views of shared memory, valid until the sender stages again."""
-        data = self._open(bucket)
-        for entry in bucket.entries:
-            yield entry.name, view(data, entry)
+        mapping = self._open(bucket)
+        seen, entries, views = self._views.get(bucket.path, (None, (), []))
+        if seen is not mapping or entries != bucket.entries:
+            views = [(entry.name, view(mapping.data, entry)) for entry in bucket.entries]
+            self._views[bucket.path] = mapping, bucket.entries, views
+        yield from views
 
     def close(self) -> None:
         """Forget all mappings (they go when the last view of them goes)."""
         self._mappings.clear()
+        self._views.clear()
 
-    def _open(self, bucket: Bucket) -> torch.Tensor:
+    def _open(self, bucket: Bucket) -> _Mapping:
         try:
             status = os.stat(bucket.path)
             mapping = self._mappings.get(bucket.path)
@@ -133,7 +138,7 @@ class ShmReader:
             ) from error
         if mapping.nbytes < bucket.nbytes:
             raise WeightSyncError(f"{bucket.path} holds {mapping.nbytes} bytes, the manifest says {bucket.nbytes}")
-        return mapping.data
+        return mapping
 
 
 class IpcStage:

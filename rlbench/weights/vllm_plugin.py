@@ -7,6 +7,7 @@ vLLM creates the engine by name inside each worker process, where this module is
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -31,6 +32,7 @@ from rlbench.weights.gloo import share_devices
 from rlbench.weights.manifest import AdapterInfo, Bucket, ChannelInfo
 from rlbench.weights.memory import release_caches
 from rlbench.weights.staging import ShmReader, read_ipc
+from rlbench.weights.vllm_adapters import HeldAdapters
 from rlbench.weights.vllm_direct import Direct, Straight
 from rlbench.weights.vllm_names import unname_shared_memory
 from rlbench.weights.vllm_reload import Reload, packed_copies, repack_stale
@@ -228,55 +230,26 @@ class ReplicaWorkerMixin:
             self._weight_update_active = False
             raise
 
-    def start_adapter(self) -> None:
-        """Begin to take an adapter; what is served stays until all of it is here."""
-        self._adapter: dict[str, torch.Tensor] = {}
+    def start_adapter(self, info: AdapterInfo, layout: int) -> None:
+        """See `HeldAdapters.start`."""
+        self._adapters.start(info, layout)
 
     def take_adapter(self, update: dict[str, Any]) -> None:
         """Take one bucket of an adapter."""
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        for name, tensor in engine.tensors(UpdateInfo(**update)):
-            self._adapter[name] = tensor.to("cpu", copy=True)  # vLLM copies into the buffers its kernels read
+        self._adapters.take(self.weight_transfer_engine.tensors(UpdateInfo(**update)))  # type: ignore[attr-defined]
 
-    def finish_adapter(self, info: AdapterInfo) -> None:
-        """Put what came in the place of adapter `info.number`."""
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
+    def finish_adapter(self) -> None:
+        """See `HeldAdapters.finish`."""
+        self._adapters.finish()
 
-        manager, held = self._adapters
-        names = getattr(held.model, "hf_to_vllm_mapper", None)
-        lora = LoRAModel.from_lora_tensors(
-            lora_model_id=info.number,
-            tensors=self._adapter,
-            peft_helper=PEFTHelper.from_dict(
-                {"r": info.rank, "lora_alpha": info.alpha, "target_modules": list(info.targets)}
-            ),
-            device="cpu",
-            dtype=manager.lora_config.lora_dtype,
-            weights_mapper=names.get_rename_mapper() if names is not None else None,  # vLLM stacks layers itself
-        )
-        self._adapter = {}
-        self._place_adapter(info.number, lora)
-
-    def _place_adapter(self, number: int, lora: Any) -> None:
-        """Have adapter `number` be this one, None: none."""
-        _, held = self._adapters
-        held.remove_adapter(number)
-        if lora is not None:
-            held.add_adapter(lora)
-            held.activate_adapter(number)
-
-    @property
-    def _adapters(self) -> tuple[Any, Any]:
-        """vLLM's managers of adapters: of the worker, and of the model."""
-        manager = self.model_runner.lora_manager  # type: ignore[attr-defined]
-        return manager, manager._adapter_manager
+    @functools.cached_property
+    def _adapters(self) -> HeldAdapters:
+        return HeldAdapters(self.model_runner)  # type: ignore[attr-defined]
 
     def set_aside(self, number: int) -> None:
         """Keep what is served until `put_back`: adapter `number`, or with 0 the model's own weights."""
         if number:
-            lora = self._adapters[1].get_adapter(number)
-            self._put_back = lambda: self._place_adapter(number, lora)
+            self._put_back = self._adapters.set_aside(number)
         else:
             self._put_back = Aside(self.model_runner.model).put_back  # type: ignore[attr-defined]
 

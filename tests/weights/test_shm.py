@@ -69,6 +69,16 @@ def test_a_second_stage_reuses_files_and_mappings(stage: ShmStage) -> None:
         assert again[name].data_ptr() == views[name].data_ptr()
 
 
+def test_the_same_tensors_are_read_by_the_same_views_and_others_by_their_own(stage: ShmStage) -> None:
+    reader = ShmReader()
+    views = dict(read_manifest(stage.write(mixed().items()), reader))
+    again = dict(read_manifest(pickle.loads(pickle.dumps(stage.write(mixed().items()))), reader))
+    assert all(again[name] is view for name, view in views.items())
+    other = {"half": torch.randn(3, 7, dtype=torch.bfloat16), "scalar": torch.tensor(1.0)}
+    found = dict(read_manifest(stage.write(other.items()), reader))
+    assert list(found) == list(other) and all(torch.equal(found[name], tensor) for name, tensor in other.items())
+
+
 def test_a_larger_model_grows_the_files_and_the_reader_follows(stage: ShmStage) -> None:
     reader = ShmReader()
     dict(read_manifest(stage.write([("w", torch.ones(10))]), reader))

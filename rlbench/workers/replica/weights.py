@@ -51,17 +51,17 @@ class WeightReceiver:
 
     def load(self, manifest: Manifest) -> None:
         """Load all buckets, on all workers; where it fails from the first on, the replica holds a mixture."""
-        adapter = () if manifest.adapter is None else (manifest.adapter,)
-        start, take, finish = OF_ADAPTERS if adapter else OF_WEIGHTS
+        layout = _layout(manifest) if self._straight else 0
+        start, take, finish = OF_WEIGHTS if manifest.adapter is None else OF_ADAPTERS
         try:
             if manifest.delta:
                 self._transfer("begin_copies", manifest.follows)
-            self._transfer(start)
+            self._transfer(start, *(() if manifest.adapter is None else (manifest.adapter, layout)))
             update = {"transport": manifest.transport, "part": bool(manifest.unchanged), "delta": manifest.delta}
-            update["layout"] = _layout(manifest) if self._straight else 0
+            update["layout"] = layout
             for bucket in manifest.buckets:
                 self._transfer(take, update | {"bucket": bucket})
-            self._transfer(finish, *adapter)
+            self._transfer(finish)
             if manifest.delta:
                 self._transfer("hold_copies", manifest.token)
         except Exception as error:
