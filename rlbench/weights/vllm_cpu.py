@@ -21,6 +21,7 @@ from rlbench.weights.memory import (
     return_free_memory,
 )
 from rlbench.weights.vllm_cpu_lora import AdapterProducts
+from rlbench.weights.vllm_norms import use_kernels
 from rlbench.weights.vllm_plugin import ReplicaWorkerMixin, kv_storages
 from rlbench.weights.vllm_sampling import draw_by_seeds
 
@@ -31,6 +32,8 @@ class CpuReplicaWorker(ReplicaWorkerMixin, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         keep_freed_pages()
         super().__init__(*args, **kwargs)
+        if self.model_config.enforce_eager:  # else vLLM has operations of torch compiled together
+            use_kernels()
         self._restore: list[Callable[[], None]] = []
         self._kernels: dict[UnquantizedFusedMoEMethod, Any] = {}
 
