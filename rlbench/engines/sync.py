@@ -40,25 +40,28 @@ SOME = 1
 Target = Callable[[], tuple[int | None, int]]
 """Says, perhaps only once it is known, what the weights are to be in the replicas: their version (None: one more than
 what is there now), and the number of the adapter, where one is sent alone."""
+Asking = Callable[[], Target]
+"""Asks for what will be known, without waiting for it."""
 
 
-def fixed(version: int | None = None, adapter: int = SOME) -> Target:
+def fixed(version: int | None = None, adapter: int = SOME) -> Asking:
     """Return a target that is known."""
-    return lambda: (version, adapter)
+    return lambda: lambda: (version, adapter)
 
 
 def sync_weights(
     train: TrainEngine,
     infer: InferenceEngine,
-    target: Target | None = None,
+    asking: Asking | None = None,
     transport: str | None = None,
 ) -> Chain:
     """Start a sync, whose result is a `Synced`."""
 
     def steps() -> Steps:
-        source = EngineSource(train, infer, target or fixed())
+        source = EngineSource(train, infer)
         source.go_ahead(transport)
         try:
+            source.aim((asking or fixed())())
             done = yield from sync_steps(source, infer, transport)
         except (Exception, Stopped):
             yield from source.withdraw()
@@ -148,8 +151,9 @@ class EngineSource:
 
     apart = True
 
-    def __init__(self, train: TrainEngine, infer: InferenceEngine, target: Target) -> None:
-        self._train, self._infer, self._target = train, infer, functools.cache(target)
+    def __init__(self, train: TrainEngine, infer: InferenceEngine) -> None:
+        self._train, self._infer = train, infer
+        self._target: Target = fixed()()
         self.dtype, self._adapted = str(train.info["dtype"]), bool(train.info.get("adapted"))
         self.view = views.make("sync")
         self._ranks: list[Facts] = []
@@ -159,6 +163,10 @@ class EngineSource:
     @property
     def adapter(self) -> int:
         return self._target()[1] if self._adapted else 0
+
+    def aim(self, target: Target) -> None:
+        """Send to this target, which is asked once."""
+        self._target = functools.cache(target)
 
     def go_ahead(self, transport: str | None) -> None:
         """Begin to stage an adapter that is sent alone, and the pass that it is proved by, before the replicas are

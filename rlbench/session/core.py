@@ -18,7 +18,7 @@ from rlbench.dispatch.link import Link, driver_mode
 from rlbench.dispatch.pending import Pending
 from rlbench.engines import InferenceEngine, TrainEngine
 from rlbench.engines.base import Engine
-from rlbench.engines.sync import agreement_steps, sync_weights
+from rlbench.engines.sync import Target, agreement_steps, sync_weights
 from rlbench.engines.under import adapter_numbers
 from rlbench.errors import SessionError, StateError, nearest
 from rlbench.runtime import cluster
@@ -191,14 +191,18 @@ class SessionCore:
 
     def synced(self, version: int | None = None, transport: str | None = None) -> Chain:
         """Start a sync of the policy, as `version` (None: its own), into the place its branch has in the replicas."""
-        asked = self.link.asking("branch", "version", "adapters")
 
-        def target() -> tuple[int, int]:
-            state = asked()
-            number = state["adapters"].get(state["branch"], 1)
-            return int(state["version"]) if version is None else version, number
+        def asking() -> Target:
+            asked = self.link.asking("branch", "version", "adapters")
 
-        return sync_weights(self.train, self.inference, target, transport)
+            def target() -> tuple[int, int]:
+                state = asked()
+                number = state["adapters"].get(state["branch"], 1)
+                return int(state["version"]) if version is None else version, number
+
+            return target
+
+        return sync_weights(self.train, self.inference, asking, transport)
 
     def engine(self, name: str) -> Engine:
         """Return the engine a user calls `name` ("train" is the actor); StateError where there is none."""

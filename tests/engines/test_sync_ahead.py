@@ -54,6 +54,23 @@ def test_an_adapter_is_staged_and_computed_while_the_replicas_are_asked(pair, to
     assert (manifest.version, manifest.adapter.number) == (7, 2), "which was not known as it was staged"
 
 
+def test_what_is_to_be_sent_is_asked_for_once_it_is_being_staged(pair, told):
+    def asking():
+        told.append("asked")
+        return lambda: (7, 2)
+
+    sync_weights(pair.train, pair.infer, asking).result(timeout=120)
+    assert told[:3] == [f"{STAGE} begins", f"{FORWARD} begins", "asked"]
+    told.clear()
+
+    def refusing():
+        raise StateError("the session is closed")
+
+    with pytest.raises(StateError, match="closed"):
+        sync_weights(pair.train, pair.infer, refusing).result(timeout=120)
+    assert told[-3:] == [f"{STAGE} is stopped", f"{STAGE} is waited for", f"{FORWARD} is waited for"]
+
+
 def begins_with_the_replicas(pair, told, **options):
     """Whether the replicas are asked first."""
     pair.sync(**options)
