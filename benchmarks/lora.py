@@ -60,8 +60,16 @@ FIGURES = (
     ),
     Figure("lora-adapters", "… merged / adapters of vLLM's own, a step", "lora", times("merged", "adapters")),
     Figure(
+        "lora-merged-sync",
+        "sync of the adapter with proof / of all weights of the same policy, it merged in",
+        "lora",
+        times("adapters", "merged", "sync_s"),
+        bar=0.5,
+        better="less",
+    ),
+    Figure(
         "lora-sync",
-        "sync of the adapter with proof / of all weights",
+        "… / of all weights of a policy without adapters",
         "lora",
         times("adapters", "full", "sync_s"),
         bar=0.5,
