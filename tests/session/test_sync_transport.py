@@ -18,7 +18,7 @@ def test_the_transport_is_passed_through(monkeypatch: pytest.MonkeyPatch, transp
     state = {"branch": "idea", "version": 3, "adapters": {"main": 1, "idea": 2}}
     session.link = SimpleNamespace(asking=lambda *keys: lambda: {key: state[key] for key in keys})
     verbs.sync_weights(session, **({} if transport is None else {"transport": transport}))
-    ((train, infer, target, asked),) = calls
-    assert (train, infer, target(), asked) == ("trainer", "replicas", (3, 2), transport)
+    ((train, infer, asking, asked),) = calls
+    assert (train, infer, asking()(), asked) == ("trainer", "replicas", (3, 2), transport)
     session.synced(7)
-    assert calls[1][2]() == (7, 2), "of the version that was asked for"
+    assert calls[1][2]()() == (7, 2), "of the version that was asked for"
