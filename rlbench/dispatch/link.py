@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import os
 import pickle
 import pkgutil
@@ -53,7 +52,6 @@ class Link:
         self._drives = drives
         self.noting: Noting = lambda engine, name, args, kwargs: contextlib.nullcontext()
         self._verb = threading.local()  # the one that this thread makes the calls of
-        self._place: tuple[float, dict[str, Any]] = -math.inf, {}  # step and version after a change, and when it went
         if drives:
             threading.Thread(target=self._beat, daemon=True).start()
 
@@ -141,21 +139,7 @@ class Link:
 
     def applying(self, *events: dict[str, Any]) -> Callable[[], Any]:
         """Send changes as `apply` does; the function that is returned waits until they are made."""
-        sent = time.time()
-        asked = self._asked("apply", self.epoch, *({"id_once": secrets.token_hex(8)} | event for event in events))
-
-        def applied() -> None:
-            place = asked()
-            if sent >= self._place[0]:
-                self._place = sent, place
-
-        return applied
-
-    def place_since(self, begin: float) -> dict[str, Any]:
-        """Return step and version of the session at some time since `begin`, by this process's clock: as they were
-        after the last change that was made from here, or else now."""
-        sent, place = self._place
-        return place if sent >= begin else self.state("step", "version")
+        return self._asked("apply", self.epoch, *({"id_once": secrets.token_hex(8)} | event for event in events))
 
     def tell(self, event: dict[str, Any]) -> None:
         """Send an event that nothing depends on, without waiting; a driver that was replaced is not heard."""

@@ -97,16 +97,14 @@ class Monitor:
                 last_error=self._last_error,
             )
 
-    def apply(self, epoch: int, *events: states.Event) -> states.State:
-        """Journal and apply events of the driver of `epoch`, or of its operator; refuses an older driver. Return step
-        and version after them."""
+    def apply(self, epoch: int, *events: states.Event) -> None:
+        """Journal and apply events of the driver of `epoch`, or of its operator; refuses an older driver."""
         with self._lock:
             self._need_present(epoch)
             for event in events:
                 if event.get("id_once") not in self._applied:
                     self._apply(event)
             self._last_beat = self._last_call = time.monotonic()
-            return self.state("step", "version")
 
     def next_rollout(self, epoch: int) -> int:
         """Count one more rollout; returns its number. Seeds derive from it, so no two may get the same."""

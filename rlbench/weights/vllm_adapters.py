@@ -106,7 +106,7 @@ class HeldAdapters:
         slots = _slots(self._manager.modules, model, slot, coming)
         if slots is None:
             return None
-        return Place(info, self._layout, model, slot, coming, slots, helper.vllm_lora_scaling_factor or 1.0)
+        return Place(info, self._layout, model, slot, coming, slots, helper.vllm_lora_scaling_factor)
 
     def _serve(self, number: int, model: LoRAModel | None) -> None:
         """Have the adapter of a number be this one, None: none."""
@@ -141,9 +141,12 @@ def _slots(modules: dict[str, Any], model: LoRAModel, slot: int, tensors: dict[s
 
 
 def _of_layer(weights: Any, module: Any, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give each matrix of a layer, of which it may have several, with what is most likely its place in a slot."""
+    """Give each matrix of a layer with its place in a slot, where the layer has as many as came for it."""
     for held, name in ((weights.lora_a, "lora_a_stacked"), (weights.lora_b, "lora_b_stacked")):
-        for matrix, buffer in zip(held if isinstance(held, list) else [held], getattr(module, name, ()), strict=False):
+        matrices, buffers = held if isinstance(held, list) else [held], getattr(module, name, ())
+        if len(matrices) != len(buffers):  # vLLM splits or repeats some
+            continue
+        for matrix, buffer in zip(matrices, buffers, strict=True):
             if matrix is not None and matrix.dim() == 2 and buffer.dim() == 4:
                 yield matrix, buffer[slot, 0, : matrix.shape[0], : matrix.shape[1]]
 

@@ -45,21 +45,6 @@ def test_rollouts_from_many_threads_have_numbers_of_their_own(shared):
     assert sorted(numbers) == list(range(1, 65)) and link.state("rollouts")["rollouts"] == 64
 
 
-def test_where_a_session_stands_is_asked_only_where_no_change_of_since_has_told(shared, monkeypatch):
-    link, _ = shared
-    begin = time.time()
-    link.set(step=3, version=5)
-    later = link.applying({"do": "set", "key": "step", "value": 4})
-    link.set(step=6)
-    later()  # an answer that is heard late is of an earlier state
-    asked = []
-    monkeypatch.setattr(link, "asking", lambda *keys: lambda: asked.append(keys) or {"step": 6, "version": 5})
-    assert link.place_since(begin) == {"step": 6, "version": 5} and not asked
-    assert link.place_since(time.time()) == {"step": 6, "version": 5} and asked == [("step", "version")]
-    monkeypatch.undo()
-    link.set(step=0, version=0)
-
-
 def test_a_killed_monitor_comes_back_with_its_state_and_its_driver_goes_on(shared):
     link, host = shared
     link.set(step=5, version=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlbench.weights.manifest import AdapterInfo
+from rlbench.weights.vllm_adapters import _of_layer
 from rlbench.workers.replica.config import ReplicaConfig
 from rlbench.workers.replica.vllm import VllmReplica
 from tests.workers.ending import end_here
@@ -80,16 +82,27 @@ def built_anew(replica: VllmReplica, worker: Any, tensors: dict[str, Tensor], in
     return logprobs(replica, 2)
 
 
-def test_the_same_tensors_go_where_the_last_ones_lie(replica: VllmReplica, worker: Any) -> None:
-    first = take(worker, adapter(0))
+@pytest.mark.parametrize("alpha", [8.0, 4.0, 0.0])
+def test_the_same_tensors_go_where_the_last_ones_lie(alpha: float, replica: VllmReplica, worker: Any) -> None:
+    info = replace(INFO, alpha=alpha)
+    first = take(worker, adapter(0), info)
     before = logprobs(replica)
-    assert take(worker, adapter(1)) is first
-    np.testing.assert_array_equal(logprobs(replica), built_anew(replica, worker, adapter(1)))
-    assert np.abs(logprobs(replica) - before).max() > 0.01
+    assert take(worker, adapter(1), info) is first
+    np.testing.assert_array_equal(logprobs(replica), built_anew(replica, worker, adapter(1), info))
+    assert bool(np.abs(logprobs(replica) - before).max() > 0.01) is (alpha > 0)
     manager = manager_of(worker)
     manager.deactivate_adapter(1)
     manager.activate_adapter(1)  # from its model, as vLLM does
-    np.testing.assert_array_equal(logprobs(replica), built_anew(replica, worker, adapter(1)))
+    np.testing.assert_array_equal(logprobs(replica), built_anew(replica, worker, adapter(1), info))
+
+
+def test_layers_of_which_other_numbers_of_matrices_come_have_no_places_that_are_known() -> None:
+    a, b, rows = torch.randn(2, 4), torch.zeros(3, 2), torch.zeros(2, 1, 3, 4)
+    weights, module = SimpleNamespace(lora_a=[a], lora_b=b), SimpleNamespace(lora_a_stacked=(rows, rows))
+    assert list(_of_layer(weights, module, 1)) == []
+    module.lora_b_stacked = (torch.zeros(2, 1, 3, 2),)
+    ((matrix, place),) = _of_layer(weights, module, 1)
+    assert matrix is b and place.data_ptr() == module.lora_b_stacked[0][1].data_ptr()
 
 
 @pytest.mark.parametrize(

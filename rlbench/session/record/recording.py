@@ -212,7 +212,7 @@ class Recorder:
         evaluated = entry.verb == "evaluate" and value is not None and not isinstance(value, Rollouts)
         values = value.metrics() if evaluated else value if isinstance(value, Mapping) else {}
         if not self._link.closed:
-            state = values if {"step", "version"} <= values.keys() else self._link.place_since(entry.time)
+            state = values if {"step", "version"} <= values.keys() else self._link.state("step", "version")
             entry.step, entry.version = state["step"], state["version"]
         told = values if evaluated else METRICS
         entry.metrics = {name: float(values[name]) for name in told if is_number(values.get(name))}
